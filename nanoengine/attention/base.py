@@ -1,0 +1,120 @@
+"""The interface between models and attention backends over a paged KV cache.
+
+A model calls ``ctx.attend(layer, q, k, v)`` and knows nothing of pages; a backend implements ``decode`` and ``prefill``
+over a block table and knows nothing of models. The context is passed explicitly, so a process can hold several engines.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one attention layer needs, fixed at load."""
+
+    layer: int  # index into the KV cache
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # multiplies q·k
+    window: int | None = None  # sliding window: a query at position p sees positions > p - window; None is full
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The layout of one step's tokens, shared by all layers. Rows are sequences; decode rows (one token) come first.
+
+    Tensors are on the device; the ``*_host`` fields are Python copies for backends that loop over rows.
+    """
+
+    num_decodes: int
+    query_start: Tensor  # int32 [rows + 1] offsets of each row's tokens in the flat token axis
+    seq_lens: Tensor  # int32 [rows] context length of each row, this step's tokens included
+    block_table: Tensor  # int32 [rows, width]
+    kv_slots: Tensor  # int64 [tokens] where each token's K and V go: block * block_size + offset; -1 stores nothing
+    query_lens_host: tuple[int, ...]  # [rows]
+    seq_lens_host: tuple[int, ...]  # [rows]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of all layers: one pair of tensors a layer, each [num_blocks, block_size, kv_heads, head_dim]."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVCache:
+        shape = (num_blocks, block_size, kv_heads, head_dim)
+        # Zeros, not empty: a masked position still enters a product with weight 0, and 0 * NaN of stale memory is NaN.
+        make = lambda: tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers))  # noqa: E731
+        return cls(make(), make())
+
+    @property
+    def block_size(self) -> int:
+        return self.keys[0].shape[1]
+
+
+class AttentionBackend(ABC):
+    """Attention over pages. ``prepare`` runs once a step, ``decode`` and ``prefill`` once a layer."""
+
+    name: str
+
+    def prepare(self, batch: Batch, block_size: int) -> object:
+        """Work out what all layers of a step share (indices, masks, split plans); handed to decode and prefill."""
+        return None
+
+    @abstractmethod
+    def decode(
+        self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, plan: object
+    ) -> Tensor:
+        """Rows [0, num_decodes): q is [num_decodes, heads, head_dim]; returns that shape. K and V are already stored."""
+
+    @abstractmethod
+    def prefill(
+        self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, plan: object
+    ) -> Tensor:
+        """Rows [num_decodes, rows): q is [their tokens, heads, head_dim]; causal over each row's whole context."""
+
+    def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
+        """Write k and v, each [tokens, kv_heads, head_dim], into the pages."""
+        keys.view(-1, *keys.shape[2:]).index_copy_(0, kv_slots, k)
+        values.view(-1, *values.shape[2:]).index_copy_(0, kv_slots, v)
+
+
+class ForwardContext:
+    """All that a model's forward pass needs beside its input: made once per step, passed down explicitly."""
+
+    __slots__ = ("_backend", "_batch", "_cache", "_plan")
+
+    def __init__(self, backend: AttentionBackend, cache: KVCache, batch: Batch) -> None:
+        self._backend, self._cache, self._batch = backend, cache, batch
+        self._plan = backend.prepare(batch, cache.block_size)
+
+    def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v ([tokens, kv_heads, head_dim]) and attend q ([tokens, heads, head_dim]); returns q's shape."""
+        keys, values = self._cache.keys[spec.layer], self._cache.values[spec.layer]
+        batch, backend = self._batch, self._backend
+        backend.store(k, v, keys, values, batch.kv_slots)
+        n = batch.num_decodes
+        if n == q.shape[0]:
+            return backend.decode(spec, q, keys, values, batch, self._plan)
+        if n == 0:
+            return backend.prefill(spec, q, keys, values, batch, self._plan)
+        decoded = backend.decode(spec, q[:n], keys, values, batch, self._plan)
+        return torch.cat((decoded, backend.prefill(spec, q[n:], keys, values, batch, self._plan)))

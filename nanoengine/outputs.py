@@ -1,0 +1,69 @@
+"""What an engine gives back: deltas of a stream, whole answers, and its load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural, of the distribution before temperature and filters) of one sampled token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one request produced since the delta before: one token or several, never half a character of text."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None  # set on the last delta only
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None for end-of-sequence
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV was already there
+    completion_tokens: int = 0  # so far, this delta included
+
+
+@dataclass(slots=True)
+class Completion:
+    """A whole answer to one prompt, as ``LLM.generate`` returns it."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An engine's load at one instant, and its counters since start. Made once a step; cheap to send."""
+
+    waiting: int = 0  # requests without a slot
+    waiting_tokens: int = 0  # their tokens that have to be computed, an upper bound: prefix hits are not known yet
+    running: int = 0
+    prefill_tokens: int = 0  # tokens of running requests still to be prefilled
+    blocks_total: int = 0
+    blocks_used: int = 0  # referenced by a request; the rest is free or cached
+    steps: int = 0
+    prompt_tokens: int = 0  # counters from here on
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hit_tokens: int = 0
+    evictions: int = 0
+    preemptions: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # by finish reason
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of KV blocks in use, 0 to 1."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
