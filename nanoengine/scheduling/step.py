@@ -26,6 +26,7 @@ class Admission:
     params: SamplingParams
     prompt: IntArray  # [prompt length]
     output: IntArray  # [tokens generated before a preemption], else empty
+    cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,34 @@
+"""Runner: what executes steps. The engine knows no more of it, so a real model and a stand-in are exchangeable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from nanoengine.outputs import TokenLogprob
+from nanoengine.scheduling.step import IntArray, Step
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled token of each row, int32 [rows] (meaningless where the step does not sample), and logprobs if asked."""
+
+    tokens: IntArray
+    logprobs: dict[int, TokenLogprob]  # by row
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step to be done."""
+
+
+class Runner(Protocol):
+    """Executes steps in order. What it keeps per slot is set up by the admissions that a step carries."""
+
+    num_blocks: int  # KV blocks that it holds
+    depth: int  # steps that may be in flight while the next one is planned: 0 where planning ahead hides nothing
+
+    def launch(self, step: Step) -> PendingStep:
+        """Start a step; must not wait for it where the device can run on its own."""

@@ -1,0 +1,88 @@
+"""SyntheticRunner: a stand-in for a model whose every token depends on the content of every KV block that it reads.
+
+It keeps, for each cache position, the token and position that were written there, and derives a row's next token from
+all that its block table shows it. A wrong block, a stale block or a missing write changes the tokens, so it tests
+scheduler and cache as a model does, at no cost; with a clock, it loads the service at a known rate.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from nanoengine.runner.base import StepResult
+from nanoengine.scheduling.step import IntArray, Step
+
+_Hash = npt.NDArray[np.uint64]
+
+
+def _mix(x: _Hash) -> _Hash:
+    """The finaliser of SplitMix64 (Steele et al., 2014): every input bit changes about half of the output bits."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def content(tokens: IntArray, positions: IntArray) -> _Hash:
+    """What the stand-in stores for tokens (int32 [n]) at positions (int32 [n]): their "keys and values", uint64 [n]."""
+    return _mix((tokens.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64) + np.uint64(1))
+
+
+class SyntheticRunner:
+    """See the module. Output tokens are printable ASCII, as ids of the byte-level tokenizer."""
+
+    depth = 0
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_blocks: int,
+        block_size: int,
+        step_seconds: float = 0.0,
+        prefill_tokens_per_second: float = float("inf"),
+        depth: int = 0,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.depth = depth
+        self._block_size = block_size
+        self._cache = np.zeros(num_blocks * block_size, np.uint64)
+        self._last_token = np.zeros(num_slots, np.int32)
+        self._step_seconds = step_seconds
+        self._prefill_rate = prefill_tokens_per_second
+        self._busy_until = 0.0
+
+    def launch(self, step: Step) -> _Timed:
+        rows, counts = len(step.slots), step.counts
+        row = np.repeat(np.arange(rows), counts)
+        offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = (step.starts[row] + offset).astype(np.int32)
+        tokens = np.concatenate((self._last_token[step.slots[: step.num_decodes]], step.tokens))
+        where = step.block_table[row, positions // self._block_size] * self._block_size + positions % self._block_size
+        self._cache[where] = content(tokens, positions)
+
+        ends = step.starts + counts
+        seen = self._cache.reshape(-1, self._block_size)[step.block_table].reshape(rows, -1)
+        digest = np.where(np.arange(seen.shape[1]) < ends[:, None], seen, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        sampled = self.token(digest)
+        self._last_token[step.slots[step.samples]] = sampled[step.samples]
+        duration = self._step_seconds + (step.num_tokens - step.num_decodes) / self._prefill_rate
+        self._busy_until = max(self._busy_until, time.monotonic()) + duration
+        return _Timed(StepResult(sampled, {}), self._busy_until)
+
+    def token(self, digest: _Hash) -> IntArray:
+        """The next token of each row (int32 [rows]) from the sum of all that it read (uint64 [rows])."""
+        return (32 + _mix(digest) % np.uint64(95)).astype(np.int32)
+
+
+class _Timed:
+    """A step that is done at a given time."""
+
+    def __init__(self, result: StepResult, done_at: float) -> None:
+        self._result, self._done_at = result, done_at
+
+    def result(self) -> StepResult:
+        time.sleep(max(0.0, self._done_at - time.monotonic()))
+        return self._result
