@@ -59,7 +59,7 @@ class EngineConfig(BaseModel):
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Fraction of blocks kept free at admission, so that running sequences can grow."
     )
-    scheduling_policy: str = Field("fcfs", description="Order of admission: a known name.")
+    scheduling_policy: Literal["fcfs"] = Field("fcfs", description="Order of admission and choice of whom to preempt.")
 
     seed: int = Field(0, description="Seeds the requests that bring none.")
     num_threads: int | None = Field(

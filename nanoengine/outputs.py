@@ -45,6 +45,21 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine is: fixed for its life."""
+
+    model: str
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    device: str
+    dtype: str
+    load_seconds: dict[str, float] = field(default_factory=dict)  # by phase of start-up
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """An engine's load at one instant, and its counters since start. Made once a step; cheap to send."""
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoengine.runner.base import StepResult
+from nanoengine.runner.inputs import LongArray, flatten
 from nanoengine.scheduling.step import IntArray, Step
 
 _Hash = npt.NDArray[np.uint64]
@@ -25,8 +26,8 @@ def _mix(x: _Hash) -> _Hash:
     return x ^ (x >> np.uint64(31))
 
 
-def content(tokens: IntArray, positions: IntArray) -> _Hash:
-    """What the stand-in stores for tokens (int32 [n]) at positions (int32 [n]): their "keys and values", uint64 [n]."""
+def content(tokens: IntArray, positions: LongArray) -> _Hash:
+    """What the stand-in stores for tokens (int32 [n]) at positions (int64 [n]): their "keys and values", uint64 [n]."""
     return _mix((tokens.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64) + np.uint64(1))
 
 
@@ -55,17 +56,13 @@ class SyntheticRunner:
         self._busy_until = 0.0
 
     def launch(self, step: Step) -> _Timed:
-        rows, counts = len(step.slots), step.counts
-        row = np.repeat(np.arange(rows), counts)
-        offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        positions = (step.starts[row] + offset).astype(np.int32)
+        inputs = flatten(step, self._block_size)
         tokens = np.concatenate((self._last_token[step.slots[: step.num_decodes]], step.tokens))
-        where = step.block_table[row, positions // self._block_size] * self._block_size + positions % self._block_size
-        self._cache[where] = content(tokens, positions)
+        self._cache[inputs.kv_slots] = content(tokens, inputs.positions)
 
-        ends = step.starts + counts
-        seen = self._cache.reshape(-1, self._block_size)[step.block_table].reshape(rows, -1)
-        digest = np.where(np.arange(seen.shape[1]) < ends[:, None], seen, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        seen = self._cache.reshape(-1, self._block_size)[step.block_table].reshape(len(step.slots), -1)
+        visible = np.arange(seen.shape[1]) < inputs.seq_lens[:, None]
+        digest = np.where(visible, seen, np.uint64(0)).sum(axis=1, dtype=np.uint64)
         sampled = self.token(digest)
         self._last_token[step.slots[step.samples]] = sampled[step.samples]
         duration = self._step_seconds + (step.num_tokens - step.num_decodes) / self._prefill_rate

@@ -15,8 +15,9 @@ import numpy as np
 
 from nanoengine.cache.blocks import BlockPool
 from nanoengine.cache.prefix import block_key, root_key
-from nanoengine.errors import ContextLengthError, InvalidRequestError
+from nanoengine.errors import InvalidRequestError
 from nanoengine.outputs import FinishReason
+from nanoengine.request import check_request
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.policies import Policy
 from nanoengine.scheduling.sequence import Sequence, Slots, Status
@@ -495,37 +496,3 @@ class Scheduler:
         assert not self._leaving, "a finished sequence never left"
         assert not self._computing, "a prompt block is under way without a request"
         assert len(self._slots.free) == self.limits.max_num_seqs, "a slot leaked"
-
-
-def check_request(prompt: IntArray, params: SamplingParams, max_model_len: int, vocab_size: int) -> None:
-    """Raise ``InvalidRequestError`` or ``ContextLengthError``, saying what to change, if it can never be served."""
-    length = len(prompt)
-    if length == 0:
-        raise InvalidRequestError("the prompt is empty: send at least one token", param="prompt", code="empty_prompt")
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidRequestError(
-            f"token id {bad} is outside the model's vocabulary (0 to {vocab_size - 1})",
-            param="prompt",
-            code="invalid_token",
-        )
-    if length >= max_model_len:
-        raise ContextLengthError(
-            f"the prompt has {length} tokens, but this model's context is {max_model_len} tokens, output included: "
-            f"shorten the prompt to at most {max_model_len - 1} tokens",
-            param="prompt",
-        )
-    if params.max_tokens is not None and length + params.max_tokens > max_model_len:
-        raise ContextLengthError(
-            f"{length} prompt tokens and max_tokens {params.max_tokens} exceed this model's context of {max_model_len} "
-            f"tokens: shorten the prompt, or ask for at most {max_model_len - length} tokens",
-            param="max_tokens",
-        )
-    high = max(params.stop_token_ids, default=0)
-    if high >= vocab_size:
-        raise InvalidRequestError(
-            f"stop token id {high} is outside the model's vocabulary (0 to {vocab_size - 1})",
-            param="stop_token_ids",
-            code="invalid_token",
-        )

@@ -1,0 +1,261 @@
+"""AsyncEngine: the engine in its own process, and one async stream per request.
+
+The caller's event loop never computes a step: it sends requests, takes one message per step, and turns tokens into text
+as each consumer asks for them. A consumer that is slow gets fewer and larger deltas, and costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanoengine.config import EngineConfig
+from nanoengine.errors import EngineDeadError, InvalidRequestError, ModelLoadError, NanoEngineError
+from nanoengine.outputs import Delta, EngineInfo, FinishReason, Load, TokenLogprob
+from nanoengine.protocol import HEADER, Abort, Add, Failed, FromEngine, Ready, Refused, Update, decoder, frame
+from nanoengine.request import check_request, token_array
+from nanoengine.sampling.params import SamplingParams
+from nanoengine.text.detokenizer import Detokenizer
+from nanoengine.text.tokenizer import Tokenizer, load_tokenizer
+from nanoengine.weights.sources import resolve_model
+
+log = logging.getLogger("nanoengine")
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What has come for one request and was not yet taken."""
+
+    request_id: str | None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    error: NanoEngineError | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class AsyncEngine:
+    """Use it on one event loop: ``start``, then any number of concurrent ``generate`` streams, then ``stop``."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._streams: dict[int, _Stream] = {}
+        self._keys = itertools.count()
+        self._load = Load()
+        self._info: EngineInfo | None = None
+        self._dead: EngineDeadError | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._receiver: asyncio.Task[None] | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """Start the process and wait until the model is loaded.
+
+        Raises ``ModelLoadError`` if model or configuration are at fault, ``EngineDeadError`` if the process dies.
+        """
+        # The files come first and only once: the process finds them on disk, and the tokenizer is needed here.
+        files = await asyncio.to_thread(resolve_model, self._config.model, self._config.revision)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = await asyncio.to_thread(self._spawn, theirs.fileno())
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        config = self._config.model_dump_json().encode()
+        self._writer.write(len(config).to_bytes(HEADER, "little") + config)
+        decode = decoder(FromEngine).decode
+        try:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, files)
+            first = decode(await _read(reader))
+        except asyncio.IncompleteReadError:
+            await self.stop()
+            raise EngineDeadError(f"the engine process died at start-up ({self._exit_status()})") from None
+        except BaseException:
+            await self.stop()
+            raise
+        if isinstance(first, Failed):
+            await self.stop()
+            raise ModelLoadError(first.message) if first.load_error else EngineDeadError(first.message)
+        assert isinstance(first, Ready)
+        self._info = first.info
+        self._receiver = asyncio.create_task(self._receive(reader))
+        return first.info
+
+    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+        # A supervisor such as Ray sets OMP_NUM_THREADS to 1 for actors with less than a CPU; that is not the engine's.
+        threads = self._config.num_threads or len(os.sched_getaffinity(0))
+        env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        return subprocess.Popen([sys.executable, "-m", "nanoengine.process", str(fd)], pass_fds=(fd,), env=env)
+
+    async def stop(self) -> None:
+        """End the process; open streams get ``EngineDeadError``. Safe to call twice."""
+        if self._receiver is not None:
+            self._receiver.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._receiver
+            self._receiver = None
+        self._die(EngineDeadError("the engine was stopped"))
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._process is not None:
+            process = self._process
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, 5)  # it ends by itself when the socket closes, after its step
+            if process.returncode is None:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why the engine no longer works, or None while it does."""
+        return self._dead
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine turned out to be; available once started."""
+        if self._info is None:
+            raise RuntimeError("the engine is not started: await start() first")
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process, None before the start."""
+        return None if self._process is None else self._process.pid
+
+    def load(self) -> Load:
+        """The engine's load as of its last step."""
+        return self._load
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncIterator[Delta]:
+        """Stream one request. Each delta has all that came since the one before; the last has a finish reason.
+
+        Leaving the loop aborts the request. ``request_id`` is only a name for ``abort`` and need not be unique.
+        Raises ``InvalidRequestError`` (or its ``ContextLengthError``) before the first delta, and ``EngineDeadError``
+        at any time.
+        """
+        if self._dead is not None:
+            raise self._dead
+        info, tokenizer = self.info, self._tokenizer
+        assert tokenizer is not None
+        prompt = token_array(prompt_ids)
+        check_request(prompt, params, info.max_model_len, info.vocab_size)
+        detokenizer = Detokenizer(tokenizer, params) if params.detokenize else None
+
+        key, stream = next(self._keys), _Stream(request_id)
+        self._streams[key] = stream
+        self._send(Add(key, prompt.tobytes(), params, priority, cache_salt))
+        completion_tokens = 0
+        try:
+            while True:
+                await stream.wake.wait()
+                stream.wake.clear()
+                if stream.error is not None:
+                    raise stream.error
+                delta = _take(stream, detokenizer, len(prompt), completion_tokens)
+                completion_tokens = delta.completion_tokens
+                if delta.token_ids or delta.text or delta.finish_reason is not None:
+                    yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            del self._streams[key]
+            if stream.finish_reason is None and self._dead is None:
+                self._send(Abort(key))
+
+    async def abort(self, request_id: str) -> None:
+        """End every request with this id; its stream gets a last delta with finish reason "abort"."""
+        for key, stream in self._streams.items():
+            if stream.request_id == request_id and stream.finish_reason is None:
+                stream.finish_reason = "abort"
+                stream.wake.set()
+                self._send(Abort(key))
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Add | Abort) -> None:
+        assert self._writer is not None
+        self._writer.write(frame(message))
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        decode = decoder(FromEngine).decode
+        reason = "the engine process died"
+        try:
+            while True:
+                message = decode(await _read(reader))
+                if isinstance(message, Update):
+                    self._apply(message)
+                elif isinstance(message, Refused):
+                    self._fail(
+                        message.key, InvalidRequestError(message.message, param=message.param, code=message.code)
+                    )
+                elif isinstance(message, Failed):
+                    reason = f"the engine failed: {message.message}"
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, 1)
+        self._die(EngineDeadError(f"{reason} ({self._exit_status()})"))
+
+    def _apply(self, update: Update) -> None:
+        self._load = update.load
+        streams = self._streams
+        for key, cached in update.started:
+            if (stream := streams.get(key)) is not None:
+                stream.cached_tokens = cached
+        keys = np.frombuffer(update.keys, np.int64).tolist()
+        for key, token in zip(keys, np.frombuffer(update.tokens, np.int32).tolist(), strict=True):
+            # A stream that was left is not here any more; its abort is on the way to the engine.
+            if (stream := streams.get(key)) is not None and stream.finish_reason is None:
+                stream.tokens.append(token)
+                stream.wake.set()
+        for index, logprob in update.logprobs.items():
+            if (stream := streams.get(keys[index])) is not None:
+                stream.logprobs.append(logprob)
+        for end in update.finished:
+            if (stream := streams.get(end.key)) is not None and stream.finish_reason is None:
+                stream.finish_reason, stream.stop_token = end.reason, end.stop_token
+                stream.wake.set()
+
+    def _fail(self, key: int, error: NanoEngineError) -> None:
+        if (stream := self._streams.get(key)) is not None:
+            stream.error = error
+            stream.wake.set()
+
+    def _die(self, error: EngineDeadError) -> None:
+        if self._dead is None:
+            self._dead = error
+        for key in self._streams:
+            self._fail(key, error)
+
+    def _exit_status(self) -> str:
+        code = None if self._process is None else self._process.returncode
+        return "still running" if code is None else f"signal {-code}" if code < 0 else f"exit status {code}"
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(HEADER), "little"))

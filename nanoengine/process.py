@@ -1,0 +1,105 @@
+"""The engine's own process: ``python -m nanoengine.process FD``, where FD is one end of ``AsyncEngine``'s socket pair.
+
+The pair has no name and no port, so engines on one host cannot collide, and either side's death is the other's
+end-of-file: an engine never outlives its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import sys
+import threading
+
+import numpy as np
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine, StepOutput
+from nanoengine.errors import InvalidRequestError, ModelLoadError
+from nanoengine.protocol import Add, Failed, Ready, Refused, ToEngine, Update, decoder, frame, read_frame
+
+log = logging.getLogger("nanoengine")
+
+
+def main(fd: int) -> int:
+    """Serve the owner at the other end of ``fd`` until it closes; returns the exit status."""
+    sock = socket.socket(fileno=fd)
+    # Room for the owner to be late by many steps before this loop has to wait for it.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    raw_config = read_frame(sock)
+    if raw_config is None:
+        return 0
+    try:
+        try:
+            engine = Engine(EngineConfig.model_validate_json(raw_config))
+        except (ModelLoadError, ValueError) as error:
+            sock.sendall(frame(Failed(str(error), load_error=True)))
+            return 1
+        sock.sendall(frame(Ready(engine.info)))
+        _serve(engine, sock)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the owner is gone, and with it everyone who waited
+    except Exception as error:
+        # A step that failed leaves device state unknown: better to end loudly and be restarted than to go on wrongly.
+        log.exception("the engine failed")
+        with contextlib.suppress(OSError):
+            sock.sendall(frame(Failed(f"{type(error).__name__}: {error}", load_error=False)))
+        return 1
+    return 0
+
+
+def _serve(engine: Engine, sock: socket.socket) -> None:
+    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(sock, inbox), name="receive", daemon=True).start()
+    while True:
+        message = None
+        idle = not engine.has_work
+        if idle:
+            message = inbox.get()
+            if message is None:
+                return
+            _handle(engine, sock, message)
+        while not inbox.empty():
+            message = inbox.get()
+            if message is None:
+                return
+            _handle(engine, sock, message)
+        output = engine.step()
+        if output is not None or message is not None:
+            sock.sendall(frame(_update(engine, output)))
+
+
+def _receive(sock: socket.socket, inbox: queue.SimpleQueue[ToEngine | None]) -> None:
+    """Decode frames as they come, so that the engine's loop never waits for the socket."""
+    decode = decoder(ToEngine).decode
+    with contextlib.suppress(OSError):
+        while (body := read_frame(sock)) is not None:
+            inbox.put(decode(body))
+    inbox.put(None)
+
+
+def _handle(engine: Engine, sock: socket.socket, message: ToEngine) -> None:
+    if isinstance(message, Add):
+        prompt = np.frombuffer(message.prompt, np.int32)
+        try:
+            engine.add(message.key, prompt, message.params, priority=message.priority, cache_salt=message.cache_salt)
+        except InvalidRequestError as error:
+            sock.sendall(frame(Refused(message.key, error.message, error.param, error.code)))
+    else:
+        engine.abort(message.key)
+
+
+def _update(engine: Engine, output: StepOutput | None) -> Update:
+    load = engine.load()
+    if output is None:
+        return Update(b"", b"", [], [], {}, load)
+    return Update(
+        output.keys.tobytes(), output.tokens.tobytes(), output.finished, output.started, output.logprobs, load
+    )
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s nanoengine %(message)s")
+    sys.exit(main(int(sys.argv[1])))

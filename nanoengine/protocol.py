@@ -1,0 +1,100 @@
+"""What engine process and its owner say to each other: msgpack frames over a socket pair, one per step each way.
+
+A frame is a 4-byte little-endian length and that many bytes. No pickle: a frame can only ever be one of these types.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import msgspec
+
+from nanoengine.outputs import EngineInfo, Load, TokenLogprob
+from nanoengine.sampling.params import SamplingParams
+from nanoengine.scheduling.scheduler import Finished
+
+HEADER = 4  # bytes
+
+
+class Add(msgspec.Struct, tag=True, array_like=True):
+    """Owner to engine: a new request."""
+
+    key: int
+    prompt: bytes  # int32 token ids
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    """Owner to engine: nobody waits for this request any more."""
+
+    key: int
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """Engine to owner, once: the model is loaded."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """Engine to owner, last words: why the process ends. ``load_error``: the model or configuration is at fault."""
+
+    message: str
+    load_error: bool
+
+
+class Refused(msgspec.Struct, tag=True, array_like=True):
+    """Engine to owner: a request that can never be served, as an ``InvalidRequestError``."""
+
+    key: int
+    message: str
+    param: str | None
+    code: str | None
+
+
+class Update(msgspec.Struct, tag=True, array_like=True):
+    """Engine to owner, after each step and each idle change: new tokens, ends, and the load."""
+
+    keys: bytes  # int64 request of each new token
+    tokens: bytes  # int32
+    finished: list[Finished]
+    started: list[tuple[int, int]]  # (key, prompt tokens found in the prefix cache)
+    logprobs: dict[int, TokenLogprob]  # by index into keys
+    load: Load
+
+
+ToEngine = Add | Abort
+FromEngine = Ready | Failed | Refused | Update
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder of ``ToEngine`` or ``FromEngine`` frames."""
+    return msgspec.msgpack.Decoder(kind)
+
+
+def frame(message: object) -> bytes:
+    """One message as bytes to send."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(HEADER, "little") + body
+
+
+def read_frame(sock: socket.socket) -> bytes | None:
+    """The next frame's body, waiting for it; None at the end of the stream."""
+    header = _read_exactly(sock, HEADER)
+    return None if header is None else _read_exactly(sock, int.from_bytes(header, "little"))
+
+
+def _read_exactly(sock: socket.socket, count: int) -> bytes | None:
+    buffer = bytearray(count)
+    view = memoryview(buffer)
+    while view:
+        received = sock.recv_into(view)
+        if received == 0:
+            return None
+        view = view[received:]
+    return bytes(buffer)

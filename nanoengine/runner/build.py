@@ -1,0 +1,92 @@
+"""From a configuration to a runner that is ready: where files, model, attention backend, KV pool and sampler meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from nanoengine.config import EngineConfig
+from nanoengine.outputs import EngineInfo
+from nanoengine.runner.base import Runner
+from nanoengine.runner.synthetic import SyntheticRunner
+from nanoengine.text.tokenizer import load_tokenizer
+from nanoengine.weights.sources import ModelFiles, resolve_model
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRunner:
+    """A runner and what it turned out to be."""
+
+    runner: Runner
+    info: EngineInfo
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds spent in each phase of start-up."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - begin, 3)
+
+
+def build_runner(config: EngineConfig) -> BuiltRunner:
+    """Load what ``config`` names.
+
+    Raises ``ModelLoadError`` if the model cannot be loaded, ``ValueError`` if the configuration does not fit it.
+    """
+    phases = Phases()
+    with phases("files"):
+        files = resolve_model(config.model, config.revision)
+    if files.format == "synthetic":
+        return _build_synthetic(config, files, phases)
+    with phases("import"):
+        from nanoengine.runner.load import load_runner  # imports torch, which a stand-in does without
+    return load_runner(config, files, phases)
+
+
+def _build_synthetic(config: EngineConfig, files: ModelFiles, phases: Phases) -> BuiltRunner:
+    synthetic = config.synthetic
+    tokenizer = load_tokenizer(files)
+    num_blocks = config.num_blocks or -(-config.max_num_seqs * synthetic.max_model_len // config.block_size)
+    runner = SyntheticRunner(
+        num_slots=config.max_num_seqs,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        step_seconds=synthetic.step_seconds,
+        prefill_tokens_per_second=synthetic.prefill_tokens_per_second,
+    )
+    info = EngineInfo(
+        model=config.model,
+        max_model_len=model_len(config, synthetic.max_model_len, num_blocks),
+        vocab_size=tokenizer.vocab_size,
+        eos_token_ids=(),
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        device="none",
+        dtype="none",
+        load_seconds=phases.seconds,
+    )
+    return BuiltRunner(runner, info)
+
+
+def model_len(config: EngineConfig, model_max: int, num_blocks: int) -> int:
+    """Longest sequence: what was asked for, else the model's, but never more than one sequence alone can hold."""
+    capacity = num_blocks * config.block_size
+    wanted = config.max_model_len
+    if wanted is None:
+        return min(model_max, capacity)
+    if wanted > model_max:
+        raise ValueError(f"max_model_len ({wanted}) exceeds the model's context of {model_max} tokens: lower it")
+    if wanted > capacity:
+        raise ValueError(
+            f"max_model_len ({wanted}) exceeds what the KV pool holds ({capacity} tokens): lower it, "
+            "or give the pool more memory (cpu_kv_cache_bytes, gpu_memory_utilization or num_blocks)"
+        )
+    return wanted
