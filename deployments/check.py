@@ -1,0 +1,147 @@
+"""Check a serve_config.yaml strictly: ``python -m deployments.check serve_config.yaml``.
+
+Ray accepts keys that it doesn't know, takes the last of two equal keys, and reports a wrong application argument only
+after the deployment has failed. All of that is found here before anything is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from ray._common.utils import import_attr
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+from ray.serve._private.build_app import build_app
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.request_router import RequestRouter
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.config import unknown_keys
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def check_file(path: Path) -> list[str]:
+    """Everything that is wrong with the file, one line each; empty if nothing is."""
+    try:
+        data = yaml.load(path.read_text(), _UniqueKeyLoader)
+    except OSError as error:
+        return [f"cannot read it: {error.strerror}"]
+    except yaml.YAMLError as error:
+        return [f"not valid YAML: {error}"]
+    if not isinstance(data, dict):
+        return ["the file must hold a mapping with the key 'applications'"]
+    return check(data)
+
+
+def check(data: dict[str, Any]) -> list[str]:
+    """As ``check_file``, for what is already parsed."""
+    problems = list(unknown_keys(ServeDeploySchema, data))
+    try:
+        config = ServeDeploySchema.model_validate(data)
+    except ValidationError as error:
+        return problems + _explained(error)
+    for app in config.applications:
+        where = f"application {app.name!r}"
+        problems += [f"{where}: {problem}" for problem in _check_application(app.model_dump(exclude_unset=True))]
+    return problems
+
+
+def _check_application(app: dict[str, Any]) -> Iterator[str]:
+    try:
+        build = import_attr(app["import_path"])
+        names = _deployment_names(build, app.get("args", {}))
+    except ValidationError as error:
+        yield from (f"args: {problem}" for problem in _explained(error))
+        return
+    except Exception as error:
+        yield f"import_path {app['import_path']!r} cannot be used: {error}"
+        return
+    for deployment in app.get("deployments", ()):
+        where = f"deployment {deployment['name']!r}"
+        if deployment["name"] not in names:
+            yield f"{where}: the application has no such deployment, only {', '.join(names)}"
+            continue
+        yield from (f"{where}: {problem}" for problem in _check_deployment(deployment))
+
+
+def _deployment_names(build: Any, args: dict[str, Any]) -> list[str]:
+    """The deployments that the import path makes of these arguments, by Serve's own calls. Starts nothing."""
+    application = call_user_app_builder_with_args_if_necessary(build, args)
+    return [deployment.name for deployment in build_app(application, name="check").deployments]
+
+
+def _check_deployment(deployment: dict[str, Any]) -> Iterator[str]:
+    scaling: AutoscalingConfig | None = None
+    if (raw := deployment.get("autoscaling_config")) is not None:
+        try:
+            scaling = AutoscalingConfig.model_validate(raw)
+            scaling.policy.get_policy()
+        except ValidationError as error:
+            yield from (f"autoscaling_config.{problem}" for problem in _explained(error))
+        except Exception as error:
+            yield f"autoscaling_config.policy cannot be used: {error}"
+    if scaling is not None:
+        try:
+            policy = import_attr(raw["policy"]["policy_function"]) if "policy" in raw else None
+            if isinstance(policy, type):
+                policy(**scaling.policy.policy_kwargs)
+        except Exception as error:
+            yield f"autoscaling_config.policy.policy_kwargs: {error}"
+        if "num_replicas" in deployment:
+            yield "num_replicas and autoscaling_config exclude each other: leave one out"
+        if scaling.metrics_interval_s >= scaling.look_back_period_s:
+            yield "autoscaling_config: look_back_period_s must be longer than metrics_interval_s"
+    if (raw := deployment.get("request_router_config")) is not None:
+        try:
+            router = RequestRouterConfig.model_validate(raw).get_request_router_class()
+            if not issubclass(router, RequestRouter):
+                yield f"request_router_config: {raw['request_router_class']} is no RequestRouter"
+        except ValidationError as error:
+            yield from (f"request_router_config.{problem}" for problem in _explained(error))
+        except Exception as error:
+            yield f"request_router_config.request_router_class cannot be used: {error}"
+
+
+def _explained(error: ValidationError) -> list[str]:
+    lines = []
+    for one in error.errors(include_url=False, include_context=False, include_input=False):
+        where = ".".join(str(part) for part in one["loc"])
+        reason = one["msg"].removeprefix("Value error, ")
+        lines.append(f"{where}: {reason}" if where else reason)
+    return lines
+
+
+def main() -> int:
+    """Check the files named on the command line. Returns 1 if anything is wrong with any of them."""
+    parser = argparse.ArgumentParser(prog="python -m deployments.check", description=main.__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    failed = False
+    for path in parser.parse_args().files:
+        problems = check_file(path)
+        failed |= bool(problems)
+        for problem in problems:
+            print(f"{path}: {problem}", file=sys.stderr)
+        if not problems:
+            print(f"{path}: ok")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""AppArgs: the ``args`` of an application in serve_config.yaml, checked once at the edge."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from nanoengine.config import EngineConfig
+
+
+class IngressConfig(BaseModel):
+    """Limits of one ingress replica. They bound memory and queueing before any engine sees a request."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_inflight_requests: int = Field(
+        512,
+        ge=1,
+        description="HTTP requests that one ingress replica holds at once; the next one gets 429 with Retry-After.",
+    )
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="Longest request body; a longer one gets 413.")
+    max_choices: int = Field(32, ge=1, description="Most completions of one request: prompts times n.")
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Chat's max_tokens where a request sets none, cut to what fits; None is the rest of the context.",
+    )
+    retry_after_s: int = Field(1, ge=1, description="Retry-After of 429 and 503 answers, in seconds.")
+    replica_wait_s: float = Field(
+        2.0,
+        ge=0,
+        description="How long a request waits where no engine replica is up, before its 503. "
+        "With min_replicas 0, more than an engine's start-up time.",
+    )
+    tokenizer_threads: int = Field(2, ge=1, description="Threads that render chat templates and tokenise.")
+
+
+class AppArgs(BaseModel):
+    """What ``deployments.app:build`` takes. One application serves one model under one name or several."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    served_model_names: tuple[str, ...] = Field(
+        (), description="Names that clients may give as `model`; empty takes engine.model's."
+    )
+    engine: EngineConfig = EngineConfig()
+    ingress: IngressConfig = IngressConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_nearest_key(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and (complaints := list(unknown_keys(cls, data))):
+            raise ValueError("; ".join(complaints))
+        return data
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that the API answers to, the first of them as the model's id."""
+        return self.served_model_names or (self.engine.model,)
+
+
+def unknown_keys(model: type[BaseModel], data: Any, path: str = "") -> Iterator[str]:
+    """A complaint for each key of ``data``, at any depth, that ``model`` doesn't have, naming the nearest that it has.
+
+    Values are not checked, that is pydantic's work; this finds what pydantic ignores or reports without a hint.
+    """
+    if not isinstance(data, Mapping):
+        return
+    names = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    for key, value in data.items():
+        where = f"{path}{key}"
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(names))}"
+            yield f"unknown key {where!r}: {hint}"
+            continue
+        inner = _model_in(names[key])
+        if inner is None:
+            continue
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                yield from unknown_keys(inner, item, f"{where}[{index}].")
+        else:
+            yield from unknown_keys(inner, value, f"{where}.")
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model that values of this annotation are made of, through Optional, Union and list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, UnionType, list, tuple):
+        return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)
+    return None

@@ -1,0 +1,422 @@
+"""The HTTP API: what an OpenAI client calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from deployments.config import AppArgs
+from deployments.ingress import protocol
+from deployments.ingress.errors import (
+    ApiError,
+    bad_request,
+    from_invalid_request,
+    install,
+    internal,
+    unavailable,
+)
+from deployments.ingress.limits import Admission
+from deployments.ingress.streaming import (
+    DONE,
+    ChatFormat,
+    Choice,
+    CompletionFormat,
+    Format,
+    error_event,
+    usage_of,
+)
+from deployments.messages import Chunk
+from nanoengine import __version__
+from nanoengine.errors import InvalidRequestError
+from nanoengine.sampling.params import SamplingParams
+
+logger = logging.getLogger("ray.serve")
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_REQUEST_ID = 128
+
+
+class Engines(Protocol):
+    """What the API needs of the engines; ``EngineClient`` in production."""
+
+    def available(self) -> bool: ...
+
+    def generate(
+        self,
+        prompt: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        clip: bool,
+        priority: int,
+        cache_salt: str,
+    ) -> AsyncGenerator[Chunk]: ...
+
+
+class Text(Protocol):
+    """What the API needs of a tokenizer; ``TextFrontend`` in production."""
+
+    async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]: ...
+
+    async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Metrics(Protocol):
+    """What the API counts; ``RequestMetrics`` in production."""
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def next_tokens(self, seconds: float, tokens: int) -> None: ...
+
+    def finished(self, reason: str, seconds: float) -> None: ...
+
+    def rejected(self, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked request: what to generate, and in which shape to answer."""
+
+    prompts: list[npt.NDArray[np.int32]]
+    n: int  # choices of each prompt
+    params: SamplingParams
+    clip: bool
+    priority: int
+    cache_salt: str
+    stream: bool
+    include_usage: bool
+    format: Format
+
+
+class Api:
+    """The routes. One instance per ingress replica."""
+
+    def __init__(self, args: AppArgs, engines: Engines, text: Text, metrics: Metrics) -> None:
+        self._args = args
+        self._engines = engines
+        self._text = text
+        self._metrics = metrics
+        self._admission = Admission(args.ingress.max_inflight_requests, args.ingress.retry_after_s)
+        self._created = int(time.time())
+
+    def app(self) -> FastAPI:
+        """The ASGI application."""
+        app = FastAPI(title="nanoserve", version=__version__)
+        install(app)
+
+        def post(path: str, model: type[protocol.Request], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
+            async def endpoint() -> Response:
+                return _Answer(self, prepare)
+
+            schema = {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}
+            app.add_api_route(
+                path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": schema}
+            )
+
+        post("/v1/chat/completions", protocol.ChatRequest, self._chat)
+        post("/v1/completions", protocol.CompletionRequest, self._completion)
+        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
+        app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+        app.add_api_route("/version", self.version, methods=["GET"], response_model=None)
+        return app
+
+    # Routes without a body.
+
+    async def models(self) -> Response:
+        """Every name that requests may give as ``model``."""
+        return _json({"object": "list", "data": [self._model(name) for name in self._args.model_names]})
+
+    async def model(self, name: str) -> Response:
+        """One of them. Raises ``ApiError`` (404)."""
+        self._check_model(name)
+        return _json(self._model(name))
+
+    async def health(self) -> Response:
+        """200 while a request could be served, 503 while no engine is known to be up. No engine is asked."""
+        if not self._engines.available():
+            raise unavailable("no engine replica is up", self._args.ingress.retry_after_s)
+        return _json({"status": "ok"})
+
+    async def version(self) -> Response:
+        return _json({"version": __version__})
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "nanoserve",
+            "root": self._args.engine.model,
+        }
+
+    def _check_model(self, name: str) -> None:
+        if name not in self._args.model_names:
+            known = ", ".join(self._args.model_names)
+            raise ApiError(
+                404, f"no model {name!r} is served here; there is: {known}", param="model", code="model_not_found"
+            )
+
+    # From a body to a job.
+
+    async def _chat(self, body: bytes) -> Job:
+        request = protocol.parse(protocol.ChatRequest, body)
+        self._check(request)
+        if request.top_logprobs is not None and not request.logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        params = request.sampling(
+            max_tokens=limit if limit is not None else self._args.ingress.default_max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        options: dict[str, Any] = dict(request.chat_template_kwargs or {})
+        if request.add_generation_prompt is not None:
+            options["add_generation_prompt"] = request.add_generation_prompt
+        if request.continue_final_message is not None:
+            options["continue_final_message"] = request.continue_final_message
+        prompt = await self._text.chat([message.for_template() for message in request.messages], options)
+        return self._job(request, [prompt], params, clip=limit is None, format=ChatFormat, id="chatcmpl-")
+
+    async def _completion(self, body: bytes) -> Job:
+        request = protocol.parse(protocol.CompletionRequest, body)
+        self._check(request, prompts=len(request.prompt))
+        limit = request.max_tokens
+        params = request.sampling(
+            max_tokens=limit if limit is not None else COMPLETION_MAX_TOKENS, logprobs=request.logprobs
+        )
+        special = request.add_special_tokens is not False
+        prompts = [
+            await self._text.encode(prompt, special) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
+            for prompt in request.prompt
+        ]
+        return self._job(request, prompts, params, clip=limit is None, format=CompletionFormat, id="cmpl-")
+
+    def _check(self, request: protocol.Request, prompts: int = 1) -> None:
+        self._check_model(request.model)
+        if request.stream_options is not None and not request.stream:
+            raise bad_request("stream_options needs stream to be true", "stream_options")
+        n, most = request.n or 1, self._args.ingress.max_choices
+        if prompts * n > most:
+            raise bad_request(
+                f"{prompts} prompts times n = {n} is more than {most}, the most choices of a request", "n"
+            )
+        if n > 1 and request.temperature == 0:
+            raise bad_request("n must be 1 at temperature 0: all choices would be the same", "n")
+        if request.priority and self._args.engine.scheduling_policy != "priority":
+            raise bad_request("priority needs the engine's scheduling_policy to be 'priority'", "priority")
+
+    def _job(
+        self,
+        request: protocol.Request,
+        prompts: list[npt.NDArray[np.int32]],
+        params: SamplingParams,
+        *,
+        clip: bool,
+        format: type[ChatFormat] | type[CompletionFormat],
+        id: str,
+    ) -> Job:
+        pieces = self._text if params.logprobs is not None else None
+        return Job(
+            prompts=prompts,
+            n=request.n or 1,
+            params=params,
+            clip=clip,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            stream=bool(request.stream),
+            include_usage=request.include_usage,
+            format=format(id + uuid.uuid4().hex, int(time.time()), request.model, request.include_usage, pieces),
+        )
+
+    # From a job to an answer.
+
+    async def answer(self, prepare: Callable[[bytes], Awaitable[Job]], request: Request, send: Send) -> None:
+        """Serve one request from its first byte to its last, and count it once."""
+        start = time.monotonic()
+        headers = [(b"x-request-id", _request_id(request))]
+        begun = False  # whether the status has been sent
+        reason = "error"
+
+        async def respond(response: Response) -> None:
+            nonlocal begun
+            response.raw_headers.extend(headers)
+            begun = True
+            await response(request.scope, request.receive, send)
+
+        try:
+            with self._admission.slot():
+                body = await _read(request, self._args.ingress.max_body_bytes)
+                job = await prepare(body)
+                choices = [Choice() for _ in range(len(job.prompts) * job.n)]
+                watch = _Stopwatch(self._metrics, start, len(choices))
+                async with aclosing(self._chunks(job)) as chunks:
+                    async for index, chunk in chunks:
+                        watch.observe(index, chunk.completion_tokens)
+                        choices[index].add(chunk)
+                        if not job.stream:
+                            continue
+                        if not begun:  # only now: until the first token a failure has a status of its own
+                            begun = True
+                            await send(_stream_start(headers))
+                        await send(_body(job.format.event(index, chunk)))
+                reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
+                usage = usage_of(choices, job.n)
+                if not job.stream:
+                    await respond(Response(job.format.whole(choices, usage), media_type="application/json"))
+                    return
+                if job.include_usage:
+                    await send(_body(job.format.usage_event(usage)))
+                await send(_body(DONE, more=False))
+        except (asyncio.CancelledError, ClientDisconnect):
+            reason = "abort"
+            raise
+        except Exception as error:
+            failure = self._failure(error)
+            if failure.status < 500:
+                reason = ""
+                self._metrics.rejected(failure.code or "invalid")
+            if begun:
+                await send(_body(error_event(failure), more=False))
+            else:
+                await respond(failure.response())
+        finally:
+            if reason:
+                self._metrics.finished(reason, time.monotonic() - start)
+
+    def _failure(self, error: Exception) -> ApiError:
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, InvalidRequestError):
+            return from_invalid_request(error)
+        logger.error("internal error", exc_info=error)
+        return internal()
+
+    async def _chunks(self, job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
+        """The chunks of all choices, as they come, each with its choice's index. Closing it aborts all of them."""
+        streams = [
+            self._engines.generate(
+                prompt, _seeded(job.params, i), clip=job.clip, priority=job.priority, cache_salt=job.cache_salt
+            )
+            for prompt in job.prompts
+            for i in range(job.n)
+        ]
+        if len(streams) == 1:
+            async with aclosing(streams[0]) as stream:
+                async for chunk in stream:
+                    yield 0, chunk
+            return
+        arrived: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()  # None: one stream has ended
+        pumps = [asyncio.create_task(_pump(index, stream, arrived)) for index, stream in enumerate(streams)]
+        try:
+            ended = 0
+            while ended < len(pumps):
+                if (item := await arrived.get()) is not None:
+                    yield item
+                    continue
+                ended += 1
+                for pump in pumps:
+                    if pump.done():
+                        pump.result()  # raises what its stream raised: one failed choice fails the request
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(index: int, stream: AsyncGenerator[Chunk], arrived: asyncio.Queue[tuple[int, Chunk] | None]) -> None:
+    try:
+        async with aclosing(stream):
+            async for chunk in stream:
+                arrived.put_nowait((index, chunk))
+    finally:
+        # Called back when this task is done, so that who reads it finds the task's exception.
+        asyncio.get_running_loop().call_soon(arrived.put_nowait, None)
+
+
+class _Answer(Response):
+    """A response that does all of the request's work while it is sent: whatever happens, one ``finally`` sees it."""
+
+    def __init__(self, api: Api, prepare: Callable[[bytes], Awaitable[Job]]) -> None:
+        super().__init__()
+        self._api = api
+        self._prepare = prepare
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._api.answer(self._prepare, Request(scope, receive), send)
+
+
+class _Stopwatch:
+    """Observes first-token and inter-token times of one request."""
+
+    def __init__(self, metrics: Metrics, start: float, choices: int) -> None:
+        self._metrics = metrics
+        self._last = [start] * choices
+        self._tokens = [0] * choices
+        self._start: float | None = start
+
+    def observe(self, index: int, tokens: int) -> None:
+        """Choice ``index`` has so many tokens now."""
+        now = time.monotonic()
+        if self._start is not None:
+            self._metrics.first_token(now - self._start)
+            self._start = None
+        if self._tokens[index]:
+            self._metrics.next_tokens(now - self._last[index], tokens - self._tokens[index])
+        self._last[index] = now
+        self._tokens[index] = tokens
+
+
+def _seeded(params: SamplingParams, choice: int) -> SamplingParams:
+    """Each of n choices has a seed of its own, or a seeded request would return n equal texts."""
+    if choice == 0 or params.seed is None:
+        return params
+    return replace(params, seed=(params.seed + choice) % 2**63)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """The body, or ``ApiError`` (413) as soon as it is known to be too long."""
+    too_long = ApiError(413, f"the body is longer than {limit} bytes", code="request_too_large")
+    if (declared := request.headers.get("content-length", "")).isdecimal() and int(declared) > limit:
+        raise too_long
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise too_long
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _request_id(request: Request) -> bytes:
+    """The client's own id if it is short and plain, else a new one. Never an engine's key."""
+    given = request.headers.get("x-request-id", "")
+    if 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable():
+        return given.encode()
+    return uuid.uuid4().hex.encode()
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _stream_start(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    fixed = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    return {"type": "http.response.start", "status": 200, "headers": fixed + headers}
+
+
+def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": more}

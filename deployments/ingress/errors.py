@@ -1,0 +1,98 @@
+"""Every answer that is not 2xx, in OpenAI's envelope: ``{"error": {"message", "type", "param", "code"}}``.
+
+Status codes steer retrying clients (the OpenAI SDK retries 408, 409, 429 and 5xx): what the client has to mend is 400,
+404, 405 or 413 and is seen once; what will pass is 429 or 503 with Retry-After.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from nanoengine.errors import InvalidRequestError
+
+
+class ApiError(Exception):
+    """An error that the client is told of, with the status it is told with."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+        allow: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        self.allow = allow
+
+    def body(self) -> bytes:
+        """The envelope, as JSON."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+        if self.allow is not None:
+            headers["allow"] = self.allow
+        return Response(self.body(), self.status, headers, media_type="application/json")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_invalid_request(error: InvalidRequestError) -> ApiError:
+    return ApiError(400, error.message, param=error.param, code=error.code)
+
+
+def overloaded(message: str, retry_after: float) -> ApiError:
+    return ApiError(429, message, type="rate_limit_error", code="server_overloaded", retry_after=retry_after)
+
+
+def unavailable(message: str, retry_after: float) -> ApiError:
+    return ApiError(503, message, type="server_error", code="engine_unavailable", retry_after=retry_after)
+
+
+def internal() -> ApiError:
+    """For what nobody foresaw. The traceback goes to the log under the request's id, never to the client."""
+    return ApiError(
+        500, "internal error; the server's log has it under this answer's x-request-id", type="server_error"
+    )
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own errors (no such route, wrong method) in the envelope."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    if error.status_code == 404:
+        return ApiError(404, f"no route {method} {path}", code="unknown_url").response()
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow")
+        return ApiError(405, f"{method} is not allowed on {path}", code="method_not_allowed", allow=allow).response()
+    return ApiError(error.status_code, str(error.detail)).response()
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+def install(app: FastAPI) -> None:
+    """Make ``app`` answer every error in the envelope."""
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_exception)

@@ -1,0 +1,298 @@
+"""OpenAI's request bodies, with vLLM's extra sampling fields under vLLM's names.
+
+What is done with a field: one we serve is checked strictly (a number sent as a string is an error, ``null`` means
+absent); one we know and do not serve is a 400 that names it, unless its value asks for nothing; one that only informs
+the server (``user``, ``metadata``) is accepted; any other is a 400 with the nearest name, as OpenAI's own API does,
+because a mistyped ``max_token`` that is ignored costs its user more than an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from contextlib import suppress
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from deployments.ingress.errors import ApiError, bad_request
+from nanoengine.sampling.params import SamplingParams
+
+INFORMATIVE = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "parallel_tool_calls",
+    }
+)
+"""Accepted and without effect on the answer. ``request_id`` is never an engine's key."""
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # field: the values (beside null) that ask for nothing, so that clients which always send it work
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "prompt_logprobs": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "echo_prompt": (False,),
+    "prompt_embeds": (),
+    "mm_processor_kwargs": (),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "vllm_xargs": ({},),
+}
+
+MAX_STOP_STRINGS = 16  # OpenAI allows 4, vLLM any number; each is searched for in every delta
+
+
+_PASSED_ON = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+"""Fields that are SamplingParams' own, by the same name."""
+
+
+def _stop(value: Any) -> Any:
+    if isinstance(value, str):
+        return [value]
+    return value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+
+
+class Request(BaseModel):
+    """Fields that both endpoints share."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    max_tokens: int | None = None
+    temperature: float | None = Field(None, le=2)
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_stop)] = Field(None, max_length=MAX_STOP_STRINGS)
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=128)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters. Raises ``InvalidRequestError`` naming the field that is out of range."""
+        asked = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
+        return SamplingParams(
+            **asked,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+        )
+
+
+def _text_parts(value: Any) -> Any:
+    """Content given as a list of text parts, as one text. The parts are joined as they are, with nothing between."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            raise ValueError(f"part {index} is of type {kind!r}, and this model reads text parts only")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class FunctionCall(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One turn. Keys beyond these go to the chat template as they are: some templates read ``reasoning_content``."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_text_parts)] = None
+    tool_calls: list[ToolCall] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: no nulls, arguments parsed, ``developer`` under its older name."""
+        message = self.model_dump(exclude_none=True)
+        message["content"] = self.content or ""  # a null content beside tool calls would print as "None"
+        if self.role == "developer":
+            message["role"] = "system"
+        if not self.tool_calls:
+            message.pop("tool_calls", None)
+        for call in message.get("tool_calls", ()):
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str):
+                with suppress(ValueError):  # not JSON: the template prints the text that the client sent
+                    call["function"]["arguments"] = json.loads(arguments or "{}")
+        return message
+
+
+class ChatRequest(Request):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def _prompts(value: Any) -> Any:
+    """All four forms (text, texts, ids, lists of ids) as a list of texts and id lists."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
+    if not value:
+        raise ValueError("must not be an empty list")
+    if all(_is_id(item) for item in value):
+        return [value]
+    for index, item in enumerate(value):
+        if isinstance(item, str):
+            continue
+        if not isinstance(item, list) or not all(_is_id(i) for i in item):
+            raise ValueError(f"item {index} must be a string or a list of token ids (integers from 0)")
+        if not item:
+            raise ValueError(f"item {index} must not be an empty list")
+    return value
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+class CompletionRequest(Request):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool | None = None
+
+
+R = TypeVar("R", bound=Request)
+
+
+def parse(model: type[R], body: bytes) -> R:
+    """Check a request body. Raises ``ApiError`` (400) that names the field and says what is expected of it."""
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise bad_request("the body must be a JSON object", code="invalid_json")
+    _drop_tools_not_to_be_called(data)
+    for name in list(data):
+        if name in model.model_fields:
+            continue
+        if name in UNSUPPORTED:
+            if data[name] is not None and data[name] not in UNSUPPORTED[name]:
+                raise bad_request(f"{name} is not supported by this server", name, "unsupported_parameter")
+        elif name not in INFORMATIVE:
+            near = difflib.get_close_matches(name, model.model_fields, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise bad_request(f"unknown field {name!r}{hint}", name, "unknown_parameter")
+        del data[name]
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _explained(error) from None
+
+
+def _drop_tools_not_to_be_called(data: dict[str, Any]) -> None:
+    if data.get("tool_choice") == "none":
+        data.pop("tools", None)
+        data.pop("tool_choice")
+
+
+def _explained(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    location = first["loc"]
+    field = str(location[0]) if location else None
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return bad_request(f"{path} is required", field, "missing_required_parameter")
+    return bad_request(
+        f"{path}: {reason[:1].lower()}{reason[1:]}",
+        field,
+        "invalid_type" if "type" in first["type"] else "invalid_value",
+    )

@@ -1,0 +1,41 @@
+"""Text to token ids, once, in the ingress: off the event loop, so that a long prompt delays nobody's stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from nanoengine.text.chat import ChatTemplate
+from nanoengine.text.tokenizer import Tokenizer
+
+
+class TextFrontend:
+    """A model's tokenizer and chat template behind a few threads (the tokenizer releases the GIL)."""
+
+    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate.of(tokenizer)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+
+    async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]:
+        """The prompt [length] of a conversation. Raises ``InvalidRequestError`` where the template refuses it."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._chat, messages, options)
+
+    def _chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]:
+        text = self._template.render(messages, **options)
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
+        """The token ids [length] of plain text."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), np.int32)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for."""
+        return self._tokenizer.token_bytes(token_id)

@@ -1,0 +1,71 @@
+"""What passes between an ingress and an engine replica: one call down, replies up.
+
+Replies are msgpack bytes: Ray sends bytes as they are, and encoding one takes about a microsecond, where pickling an
+object takes ten or more. A refusal is a value, not an exception: an exception raised in a replica is logged there with
+its traceback, wrapped and pickled, for what may be a client's typing error.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from nanoengine.outputs import FinishReason
+from nanoengine.sampling.params import SamplingParams
+
+
+class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. ``(ingress, number)`` is unique, and is the engine's key: never a client's own id."""
+
+    ingress: str  # which ingress replica sent it
+    number: int  # counts that ingress's calls up by one
+    prompt: npt.NDArray[np.int32]  # [prompt length]
+    params: SamplingParams
+    clip: bool = False  # max_tokens is a default: cut it to what the context leaves
+    priority: int = 0
+    cache_salt: str = ""
+    avoid: tuple[str, ...] = ()  # replicas (unique ids) that failed this call before
+
+    @property
+    def key(self) -> str:
+        return f"{self.ingress}-{self.number}"
+
+
+class TokenInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one sampled token and of the likeliest ones, best first, as (token id, log-probability)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
+    """All that one sequence produced since the chunk before; counts are running totals."""
+
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    logprobs: tuple[TokenInfo, ...] | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    """Why a sequence got no (more) tokens. ``dead`` may be tried on another replica if nothing was sent yet."""
+
+    kind: Literal["invalid", "overloaded", "dead", "internal"]
+    message: str
+    replica: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float = 1.0
+
+
+Reply = Chunk | Refusal
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Reply).decode

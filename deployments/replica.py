@@ -1,0 +1,138 @@
+"""EngineReplica: the Serve actor around one engine. It moves messages and reports load; it computes nothing.
+
+The engine runs in its own process, so this actor's event loop is never blocked and answers health checks, load reports
+and aborts however busy the engine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from ray import serve
+
+from deployments.messages import Chunk, GenerateCall, Refusal, TokenInfo, encode
+from deployments.metrics import EngineMetrics
+from nanoengine.async_engine import AsyncEngine
+from nanoengine.config import EngineConfig
+from nanoengine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
+from nanoengine.outputs import Delta, Load
+
+logger = logging.getLogger("ray.serve")
+
+CHUNK_COST_S = 0.0004
+"""What one chunk costs replica and ingress together, roughly; sets how much is coalesced."""
+MAX_PAUSE_S = 0.02
+METRICS_PERIOD_S = 1.0
+
+
+class EngineReplica:
+    """One engine behind a Serve handle. ``generate`` is the only method that requests use."""
+
+    async def __init__(self, config: EngineConfig, model_name: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._engine = AsyncEngine(config)
+        self._info = await self._engine.start()
+        logger.info("engine ready: %s", self._info)
+        self._open: Counter[str] = Counter()  # sequences of each ingress that are here now
+        self._newest: dict[str, int] = {}  # highest call number seen of each
+        self._metrics = EngineMetrics(model_name)
+        self._reporter = asyncio.create_task(self._report_metrics())
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[bytes]:
+        """Stream one sequence as encoded ``Chunk``s; a ``Refusal`` may be the first item, or the last.
+
+        The first chunk leaves at once. Later ones wait a little, so that what a chunk costs here and at the ingress is
+        spent at most at the rate that both can bear: nothing for one stream, up to 20 ms for many.
+        """
+        self._open[call.ingress] += 1
+        self._newest[call.ingress] = max(call.number, self._newest.get(call.ingress, 0))
+        deltas = self._engine.generate(
+            call.prompt, self._params(call), call.key, priority=call.priority, cache_salt=call.cache_salt
+        )
+        try:
+            async for delta in deltas:
+                yield encode(_chunk(delta))
+                if delta.finish_reason is None:
+                    await asyncio.sleep(min(MAX_PAUSE_S, (self._open.total() - 1) * CHUNK_COST_S))
+        except InvalidRequestError as error:
+            yield encode(Refusal("invalid", error.message, self._replica, param=error.param, code=error.code))
+        except EngineOverloadedError as error:
+            yield encode(Refusal("overloaded", str(error), self._replica, retry_after=error.retry_after))
+        except EngineDeadError as error:
+            yield encode(Refusal("dead", str(error), self._replica))
+        finally:
+            self._open[call.ingress] -= 1
+            await deltas.aclose()  # type: ignore[attr-defined]  # aborts in the engine where the stream is not at its end
+
+    def _params(self, call: GenerateCall) -> Any:
+        room = self._info.max_model_len - len(call.prompt)
+        limit = call.params.max_tokens
+        if call.clip and limit is not None and limit > room >= 1:
+            return replace(call.params, max_tokens=room, min_tokens=min(call.params.min_tokens, room))
+        return call.params
+
+    def check_health(self) -> None:
+        """Raises ``EngineDeadError`` once the engine process has ended: Serve then replaces this replica."""
+        if self._engine.dead is not None:
+            raise self._engine.dead
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What routers need to know of this replica. Serve sends it to every router, so it is small.
+
+        ``ingresses`` tells each router which of its own calls the figures include: [open sequences, newest number].
+        """
+        load = self._engine.load()
+        for ingress in [name for name, open_ in self._open.items() if open_ == 0]:
+            del self._open[ingress]
+        return {
+            "active": load.waiting + load.running,
+            "backlog_tokens": load.waiting_tokens + load.prefill_tokens,
+            "kv_usage": round(load.kv_usage, 3),
+            "dead": self._engine.dead is not None,
+            "ingresses": {name: [self._open[name], newest] for name, newest in self._newest.items()},
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the autoscaling policy reads: requests and tokens, from the engine itself."""
+        load = self._engine.load()
+        return {
+            "waiting": float(load.waiting),
+            "running": float(load.running),
+            "backlog_tokens": float(load.waiting_tokens + load.prefill_tokens),
+        }
+
+    def load(self) -> Load:
+        """The engine's last report, whole."""
+        return self._engine.load()
+
+    async def _report_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(METRICS_PERIOD_S)
+            self._metrics.update(self._engine.load())
+
+    async def __del__(self) -> None:
+        reporter = getattr(self, "_reporter", None)  # __init__ may have failed half-way
+        if reporter is not None:
+            reporter.cancel()
+        if (engine := getattr(self, "_engine", None)) is not None:
+            await engine.stop()
+
+
+def _chunk(delta: Delta) -> Chunk:
+    logprobs = None
+    if delta.logprobs is not None:
+        logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
+    return Chunk(
+        delta.text,
+        delta.finish_reason,
+        delta.stop_reason,
+        delta.prompt_tokens,
+        delta.cached_tokens,
+        delta.completion_tokens,
+        logprobs,
+    )

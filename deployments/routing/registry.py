@@ -1,0 +1,22 @@
+"""The routers of this process, by application and deployment.
+
+Serve makes a router inside each handle and gives no way to reach it; an ingress asks it here whether any replica is up.
+Reach it as ``registry.ROUTERS``: Serve pickles a router's module by value, and would copy a name imported from here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+
+class Routing(Protocol):
+    """What an ingress may ask of its router, from any thread."""
+
+    @property
+    def live_replicas(self) -> int:
+        """Replicas that are running and whose engines are not known to be dead."""
+
+
+ROUTERS: WeakValueDictionary[tuple[str, str], Routing] = WeakValueDictionary()
+"""Keyed by (application, deployment)."""

@@ -1,0 +1,144 @@
+"""EngineRouter: Serve's hook through which a handle asks which replica a call goes to.
+
+Serve's documented hook, ``choose_replicas``, hangs a request for ever when it raises, and hangs all but one of several
+calls made under one parent request. So this overrides ``_choose_replica_for_request``, as Ray's own CapacityQueueRouter
+does: private API, which is why pyproject.toml pins Ray's minor version and tests/serve keeps a contract test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any
+
+import numpy as np
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.messages import GenerateCall
+from deployments.routing import registry
+from deployments.routing.load import LoadBook
+from deployments.routing.policy import POLICIES, LeastLoad, RouteRequest, RoutingPolicy
+
+logger = logging.getLogger("ray.serve")
+
+FULL_WAIT_S = 0.25
+"""How long a call waits for room before replicas are probed. A completion wakes it at once; this covers those that
+another ingress caused."""
+
+
+class EngineRouter(RequestRouter):
+    """Least load by default. It cannot raise, and waits only where no replica is up or all are full."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._book = LoadBook()
+        self._fallback = LeastLoad()
+        self._policy: RoutingPolicy = self._fallback
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
+
+    def initialize_state(self, policy: str = "least_load", **options: Any) -> None:
+        """``request_router_kwargs``: the policy's name and its options. Raises ``ValueError`` for an unknown one."""
+        if policy not in POLICIES:
+            raise ValueError(f"unknown routing policy {policy!r}: known are {', '.join(POLICIES)}")
+        self._policy = POLICIES[policy](**options)
+
+    @property
+    def live_replicas(self) -> int:
+        return sum(not self._book.dead(id.unique_id) for id in list(self._replicas))
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        call = pending_request.args[0] if pending_request.args else None
+        if isinstance(call, GenerateCall):
+            self._book.ingress = call.ingress
+        else:
+            call = None
+        attempt = 0
+        while True:
+            while not self._replicas:
+                self._replicas_updated_event.clear()
+                await self._replicas_updated_event.wait()
+            candidates = [replica for replica in self._candidates(call) if self._has_room(replica)]
+            if candidates:
+                chosen = self._choose(call, candidates)
+                # Choosing and reserving are one step, with no await between: of two calls the second sees the first.
+                self._book.reserve(
+                    chosen.replica_id.unique_id,
+                    pending_request.metadata.internal_request_id,
+                    call.number if call else 0,
+                    len(call.prompt) if call else 0,
+                )
+                return chosen
+            await self._wait_for_room()
+            attempt += 1
+            if attempt % 4 == 0:  # counts may be stale where other ingresses fill the same replicas
+                await self._probe_queue_lens(list(self._replicas.values()), 0)
+
+    def _candidates(self, call: GenerateCall | None) -> list[RunningReplica]:
+        """Replicas that may serve the call. Where all are dead or failed it before, any: a hint must not hang it."""
+        everyone = list(self._replicas.values())
+        live = [r for r in everyone if not self._book.dead(r.replica_id.unique_id)] or everyone
+        avoid = call.avoid if call else ()
+        return [r for r in live if r.replica_id.unique_id not in avoid] or live
+
+    def _has_room(self, replica: RunningReplica) -> bool:
+        known = self._replica_queue_len_cache.get(replica.replica_id)
+        return known is None or known < replica.max_ongoing_requests
+
+    def _choose(self, call: GenerateCall | None, candidates: list[RunningReplica]) -> RunningReplica:
+        by_id = {replica.replica_id.unique_id: replica for replica in candidates}
+        loads = [self._book.load(id) for id in by_id]
+        request = RouteRequest(call.prompt, call.cache_salt) if call else RouteRequest(np.empty(0, np.int32))
+        try:
+            return by_id[self._policy.choose(request, loads)]
+        except Exception:
+            logger.exception("the routing policy failed; taking the least loaded replica")
+            return by_id[self._fallback.choose(request, loads)]
+
+    async def _wait_for_room(self) -> None:
+        """Wait for a completion, first come first served, or a little while."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await asyncio.wait_for(turn, FULL_WAIT_S)
+        except TimeoutError:
+            pass
+        finally:
+            if not turn.done() or turn.cancelled():
+                self._waiting.remove(turn)
+
+    def _wake_next(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Serve calls this once for each call that was sent, however it ended."""
+        self._book.release(replica_id.unique_id, internal_request_id)
+        self._wake_next()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve calls this when replicas come or go, and with every new report of any of them."""
+        super().update_replicas(replicas)
+        self._book.update({r.replica_id.unique_id: r.routing_stats for r in replicas})
+        for _ in range(len(self._waiting)):
+            self._wake_next()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The abstract method of the base class, which only ``handle.choose_replica(_reserve=False)`` still reaches."""
+        call = pending_request.args[0] if pending_request and pending_request.args else None
+        call = call if isinstance(call, GenerateCall) else None
+        rest = list(candidate_replicas)
+        ranks = []
+        while rest:
+            chosen = self._choose(call, rest)
+            ranks.append([chosen])
+            rest.remove(chosen)
+        return ranks
