@@ -1,4 +1,4 @@
-"""What makes a request acceptable: checked where it comes in, and again by the scheduler, which has to keep the promise."""
+"""What makes a request acceptable: checked where it comes in, and by the scheduler, which has to keep the promise."""
 
 from __future__ import annotations
 

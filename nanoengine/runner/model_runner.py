@@ -10,9 +10,11 @@ from nanoengine.attention.base import AttentionBackend, Batch, ForwardContext, K
 from nanoengine.models.registry import CausalLM
 from nanoengine.outputs import TokenLogprob
 from nanoengine.runner.base import StepResult
-from nanoengine.runner.inputs import flatten
+from nanoengine.runner.inputs import LongArray, flatten
 from nanoengine.sampling.sampler import Sampled, Sampler
 from nanoengine.scheduling.step import IntArray, Step
+
+_NONE: IntArray = np.empty(0, np.int32)
 
 
 class ModelRunner:
@@ -38,11 +40,14 @@ class ModelRunner:
         self._device = device
         # The token that each slot's sequence decodes next stays on the device: a step needs no token from the host.
         self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens that each slot asks for; -1: none at all
 
     @torch.inference_mode()
     def launch(self, step: Step) -> _Launched:
         for admission in step.admissions:
             self._sampler.admit(admission)
+            asked = admission.params.logprobs
+            self._num_logprobs[admission.slot] = -1 if asked is None else asked
         inputs = flatten(step, self._cache.block_size)
         slots = self._to_device(step.slots.astype(np.int64))
         batch = Batch(
@@ -62,13 +67,13 @@ class ModelRunner:
 
         rows = inputs.sampled_rows
         if not len(rows):
-            return _Launched(len(step.slots), rows, None)
+            return _Launched(len(step.slots), rows, None, _NONE)
         if len(rows) < len(hidden):
             hidden = hidden[self._to_device(inputs.sampled_at)]
         # The token sampled comes right after the row's context.
         sampled = self._sampler(self._model.logits(hidden), step.slots[rows], inputs.seq_lens[rows])
         self._last_token[slots[self._to_device(rows)]] = sampled.tokens
-        return _Launched(len(step.slots), rows, sampled)
+        return _Launched(len(step.slots), rows, sampled, self._num_logprobs[step.slots[rows]])
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
@@ -77,17 +82,25 @@ class ModelRunner:
 class _Launched:
     """A step whose tokens may still be on the way from the device."""
 
-    def __init__(self, num_rows: int, rows: np.ndarray, sampled: Sampled | None) -> None:
-        self._num_rows, self._rows, self._sampled = num_rows, rows, sampled
+    def __init__(self, num_rows: int, rows: LongArray, sampled: Sampled | None, num_logprobs: IntArray) -> None:
+        self._num_rows, self._rows, self._sampled, self._num_logprobs = num_rows, rows, sampled, num_logprobs
 
     def result(self) -> StepResult:
         tokens: IntArray = np.zeros(self._num_rows, np.int32)
-        sampled = self._sampled
-        if sampled is None:
+        if self._sampled is None:
             return StepResult(tokens, {})
-        tokens[self._rows] = sampled.tokens.cpu().numpy()
-        return StepResult(tokens, _logprobs(self._rows, tokens, sampled))
+        tokens[self._rows] = self._sampled.tokens.cpu().numpy()
+        return StepResult(tokens, self._logprobs(tokens))
 
-
-def _logprobs(rows: np.ndarray, tokens: IntArray, sampled: Sampled) -> dict[int, TokenLogprob]:
-    raise NotImplementedError
+    def _logprobs(self, tokens: IntArray) -> dict[int, TokenLogprob]:
+        assert self._sampled is not None
+        if self._sampled.logprobs is None:
+            return {}
+        chosen, top_ids, top_logprobs = (t.cpu().numpy() for t in self._sampled.logprobs)
+        return {
+            int(row): TokenLogprob(
+                int(tokens[row]), float(chosen[i]), tuple(zip(top_ids[i, :k].tolist(), top_logprobs[i, :k].tolist()))
+            )
+            for i, (row, k) in enumerate(zip(self._rows, self._num_logprobs.tolist(), strict=True))
+            if k >= 0
+        }

@@ -482,6 +482,7 @@ class Scheduler:
         assert self.waiting_tokens == sum(len(seq.tokens) for seq in self._policy), "waiting tokens are miscounted"
         for seq in self._running.values():
             assert slots.block_table[seq.slot, : len(seq.blocks)].tolist() == seq.blocks, "block table differs"
+            assert seq.published * self.limits.block_size <= slots.computed[seq.slot], "published too early"
             assert slots.computed[seq.slot] <= slots.scheduled[seq.slot] <= slots.capacity[seq.slot]
         assert all(seq.status is Status.RUNNING for seq in self._computing.values()), "a block under way has no maker"
         decoding = {s.slot for s in self._running.values()} - {s.slot for s in self._prefilling}

@@ -38,7 +38,7 @@ def expected_output(prompt: list[int], params: SamplingParams, limit: int) -> tu
     tokens, stop = list(prompt), set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
     while True:
         ids = np.array(tokens, np.int32)
-        digest = content(ids, np.arange(len(ids), dtype=np.int32)).sum(dtype=np.uint64)
+        digest = content(ids, np.arange(len(ids))).sum(dtype=np.uint64)
         tokens.append(int(runner.token(np.array([digest]))[0]))
         done = len(tokens) - len(prompt)
         if tokens[-1] in stop and done >= params.min_tokens:
@@ -112,6 +112,7 @@ def run(scheduler: Scheduler, runner: SyntheticRunner, cases: list[Case], *, che
             scheduler.check()
         step = scheduler.plan()
         if step is not None:
+            assert step.counts.min() >= 1, "a row with nothing to compute has no logits"
             assert step.num_tokens <= scheduler.limits.max_num_batched_tokens
             assert len(set(step.slots.tolist())) == len(step.slots) <= scheduler.limits.max_num_seqs
             in_flight.append((step, runner.launch(step).result().tokens))
