@@ -1,0 +1,203 @@
+"""Sampler: logits of one step -> one token per row, and log-probabilities for rows that asked.
+
+In vLLM's order: min_tokens, penalties, temperature, min-p, top-k, top-p, draw. Log-probabilities are of the raw
+distribution, before all of that.
+
+Settings are a table indexed by slot, on the host. A step gathers its rows from it, decides from them which work is
+needed at all (a step of greedy rows is one argmax, unfiltered rows sort nothing), and sends the few numbers that the
+device needs. Each row runs through the filters that it asked for and no others, so its token does not depend on its
+company; with random numbers that are a function of (seed, position), it does not depend on history either.
+
+A row that cannot be sampled, because its logits hold a NaN or +inf or are all -inf, yields the end-of-sequence token
+(id 0 for a model without one): the request ends, and the engine and the other rows go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nanoengine.sampling import filters
+from nanoengine.sampling.penalties import Penalties
+from nanoengine.sampling.random import request_seed, uniform
+from nanoengine.scheduling.step import Admission, IntArray
+
+_ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),  # 0: off
+        ("top_p", np.float64),
+        ("min_p", np.float32),
+        ("penalised", np.bool_),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("seed", np.uint64),
+        ("stoppable_from", np.int64),  # position of the first token that may end the sequence
+        ("logprobs", np.int32),  # likeliest tokens asked for; -1: no log-probabilities at all
+    ]
+)
+
+Rows = npt.NDArray[np.void]  # of dtype _ROW
+
+_NO_LOGPROB = -9999.0  # stands for -inf and NaN, which JSON cannot say; the value that OpenAI's API uses
+
+
+class Logprobs(NamedTuple):
+    """Natural log-probabilities. Rows that did not ask hold zeros; k is the most that any row of the step asked for."""
+
+    chosen: Tensor  # float32 [n]
+    top_ids: Tensor  # int64 [n, k], likeliest first
+    top_logprobs: Tensor  # float32 [n, k]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one step sampled, on the device: nothing here has waited for it."""
+
+    tokens: Tensor  # int64 [n]
+    logprobs: Logprobs | None  # None: no row asked
+
+
+class Sampler:
+    """Samples for up to ``num_slots`` sequences at once. ``seed`` is the engine's, for requests that bring none."""
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device, seed: int
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._device = device
+        self._seed = seed
+        self._fallback = eos_token_ids[0] if eos_token_ids else 0
+        self._table = np.zeros(num_slots, dtype=_ROW)
+        self._ending_ids = np.zeros((num_slots, max(1, len(eos_token_ids))), dtype=np.int64)
+        self._penalties = Penalties(num_slots, vocab_size, device)
+
+    def admit(self, admission: Admission) -> None:
+        """Set up the slot of a sequence that starts, or starts again after a preemption, before its first row."""
+        slot, params = admission.slot, admission.params
+        penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        ending_ids = [i for i in (*self._eos_token_ids, *params.stop_token_ids) if i < self._vocab_size]
+        row = self._table[slot]
+        row["temperature"] = max(params.temperature, 1e-30) if params.temperature else 0  # no underflow into greedy
+        row["top_k"] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        row["top_p"] = params.top_p
+        row["min_p"] = params.min_p
+        row["penalised"] = penalised
+        row["repetition"] = params.repetition_penalty
+        row["presence"] = params.presence_penalty
+        row["frequency"] = params.frequency_penalty
+        row["seed"] = request_seed(params.seed, self._seed, admission.key)
+        row["stoppable_from"] = len(admission.prompt) + params.min_tokens if ending_ids else 0
+        row["logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        if penalised:
+            self._penalties.admit(slot, admission.prompt, admission.output)
+        if params.min_tokens and ending_ids:
+            self._set_ending_ids(slot, ending_ids)
+
+    def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
+        """Sample row i of ``logits`` [n, vocab] (any float dtype, left as it is) for the sequence in ``slots[i]``.
+
+        ``positions[i]`` is the index in the sequence of the token that is sampled: prompt length + index in the output.
+        """
+        rows = self._table[slots]
+        tokens = self._choose(self._adjust(logits, slots, rows, positions), rows, positions)
+        penalised = np.flatnonzero(rows["penalised"])
+        if len(penalised):
+            self._penalties.record(slots[penalised], tokens[self._send(penalised)])
+        return Sampled(tokens, self._logprobs(logits, tokens, rows))
+
+    def _adjust(self, logits: Tensor, slots: IntArray, rows: Rows, positions: IntArray) -> Tensor:
+        """Logits after min_tokens and penalties: a float32 copy if any row has one of them, else the argument."""
+        unstoppable = np.flatnonzero(positions < rows["stoppable_from"])
+        penalised = np.flatnonzero(rows["penalised"])
+        if len(unstoppable) or len(penalised):
+            logits = logits.to(torch.float32, copy=True)
+        if len(unstoppable):
+            ids = self._send(self._ending_ids[slots[unstoppable]])
+            logits[self._send(unstoppable).unsqueeze(1), ids] = -torch.inf
+        if len(penalised):
+            where = self._send(penalised)
+            repetition, presence, frequency = (
+                self._send(rows[name][penalised]) for name in ("repetition", "presence", "frequency")
+            )
+            logits[where] = self._penalties.apply(logits[where], slots[penalised], repetition, presence, frequency)
+        return logits
+
+    def _choose(self, logits: Tensor, rows: Rows, positions: IntArray) -> Tensor:
+        greedy = rows["temperature"] == 0
+        if greedy.all():
+            return self._greedy(logits)
+        if not greedy.any():
+            return self._draw(logits, rows, positions)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        where = self._send(np.flatnonzero(greedy))
+        tokens[where] = self._greedy(logits[where])
+        where = self._send(np.flatnonzero(~greedy))
+        tokens[where] = self._draw(logits[where], rows[~greedy], positions[~greedy])
+        return tokens
+
+    def _greedy(self, logits: Tensor) -> Tensor:
+        tokens = filters.argmax(logits)
+        best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        return torch.where(best.isfinite(), tokens, self._fallback)
+
+    def _draw(self, logits: Tensor, rows: Rows, positions: IntArray) -> Tensor:
+        weights = filters.weigh(logits, self._send(rows["temperature"]))
+        if rows["min_p"].any():
+            filters.keep_min_p(weights, self._send(rows["min_p"]))
+        if rows["top_k"].any():
+            at = np.flatnonzero(rows["top_k"])
+            top_k = rows["top_k"][at]
+            self._on_rows(weights, at, partial(filters.keep_top_k, top_k=self._send(top_k), most=int(top_k.max())))
+        if (rows["top_p"] < 1).any():
+            at = np.flatnonzero(rows["top_p"] < 1)
+            self._on_rows(weights, at, partial(filters.keep_top_p, top_p=self._send(rows["top_p"][at])))
+        tokens, drawn = filters.draw(weights, self._send(uniform(rows["seed"], positions)))
+        return torch.where(drawn, tokens, self._fallback)
+
+    def _on_rows(self, weights: Tensor, at: npt.NDArray[np.intp], keep: Callable[[Tensor], None]) -> None:
+        """Filter only the rows ``at`` of ``weights``, in place."""
+        if len(at) == len(weights):
+            keep(weights)
+        else:
+            where = self._send(at)
+            some = weights[where]
+            keep(some)
+            weights[where] = some
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, rows: Rows) -> Logprobs | None:
+        at = np.flatnonzero(rows["logprobs"] >= 0)
+        if not len(at):
+            return None
+        where = self._send(at)
+        logprobs = logits[where].float().log_softmax(dim=1)
+        chosen = logprobs.gather(1, tokens[where].unsqueeze(1)).squeeze(1)
+        top = logprobs.topk(int(rows["logprobs"].max()), dim=1)
+        result = Logprobs(
+            chosen.new_zeros(len(rows)),
+            tokens.new_zeros(len(rows), top.indices.shape[1]),
+            chosen.new_zeros(len(rows), top.indices.shape[1]),
+        )
+        result.chosen[where] = chosen.nan_to_num(nan=_NO_LOGPROB, neginf=_NO_LOGPROB)
+        result.top_ids[where] = top.indices
+        result.top_logprobs[where] = top.values.nan_to_num(nan=_NO_LOGPROB, neginf=_NO_LOGPROB)
+        return result
+
+    def _set_ending_ids(self, slot: int, ids: list[int]) -> None:
+        spare = len(ids) - self._ending_ids.shape[1]
+        if spare > 0:
+            self._ending_ids = np.pad(self._ending_ids, ((0, 0), (0, spare)), mode="edge")
+        self._ending_ids[slot] = ids[0]  # pads with an id that is masked anyway
+        self._ending_ids[slot, : len(ids)] = ids
+
+    def _send(self, array: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array.copy()).to(self._device, non_blocking=True)
