@@ -22,6 +22,7 @@ from ray.serve.request_router import RequestRouter
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import unknown_keys
+from deployments.routing.router import EngineRouter
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -57,6 +58,8 @@ def check(data: dict[str, Any]) -> list[str]:
         config = ServeDeploySchema.model_validate(data)
     except ValidationError as error:
         return problems + _explained(error)
+    except Exception as error:  # Serve imports policy and router classes as it validates
+        return [*problems, f"a class that it names cannot be used: {error}"]
     for app in config.applications:
         where = f"application {app.name!r}"
         problems += [f"{where}: {problem}" for problem in _check_application(app.model_dump(exclude_unset=True))]
@@ -110,13 +113,16 @@ def _check_deployment(deployment: dict[str, Any]) -> Iterator[str]:
             yield "autoscaling_config: look_back_period_s must be longer than metrics_interval_s"
     if (raw := deployment.get("request_router_config")) is not None:
         try:
-            router = RequestRouterConfig.model_validate(raw).get_request_router_class()
+            router_config = RequestRouterConfig.model_validate(raw)
+            router = import_attr(router_config.request_router_class)
             if not issubclass(router, RequestRouter):
-                yield f"request_router_config: {raw['request_router_class']} is no RequestRouter"
+                yield f"request_router_config: {router_config.request_router_class} is no RequestRouter"
+            elif issubclass(router, EngineRouter):
+                router.policy_of(**router_config.request_router_kwargs)
         except ValidationError as error:
             yield from (f"request_router_config.{problem}" for problem in _explained(error))
         except Exception as error:
-            yield f"request_router_config.request_router_class cannot be used: {error}"
+            yield f"request_router_config cannot be used: {error}"
 
 
 def _explained(error: ValidationError) -> list[str]:

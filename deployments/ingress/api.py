@@ -1,4 +1,8 @@
-"""The HTTP API: what an OpenAI client calls."""
+"""The HTTP API: what an OpenAI client calls.
+
+Every answer has an ``x-request-id``, the client's own or a new one: Serve's HTTP server sees to that, and puts it into
+the log lines of the request.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,11 @@ from nanoengine.sampling.params import SamplingParams
 logger = logging.getLogger("ray.serve")
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
-MAX_REQUEST_ID = 128
+STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
+}
 
 
 class Engines(Protocol):
@@ -247,13 +255,11 @@ class Api:
     async def answer(self, prepare: Callable[[bytes], Awaitable[Job]], request: Request, send: Send) -> None:
         """Serve one request from its first byte to its last, and count it once."""
         start = time.monotonic()
-        headers = [(b"x-request-id", _request_id(request))]
         begun = False  # whether the status has been sent
         reason = "error"
 
         async def respond(response: Response) -> None:
             nonlocal begun
-            response.raw_headers.extend(headers)
             begun = True
             await response(request.scope, request.receive, send)
 
@@ -271,7 +277,7 @@ class Api:
                             continue
                         if not begun:  # only now: until the first token a failure has a status of its own
                             begun = True
-                            await send(_stream_start(headers))
+                            await send(STREAM_START)
                         await send(_body(job.format.event(index, chunk)))
                 reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
                 usage = usage_of(choices, job.n)
@@ -401,21 +407,8 @@ async def _read(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _request_id(request: Request) -> bytes:
-    """The client's own id if it is short and plain, else a new one. Never an engine's key."""
-    given = request.headers.get("x-request-id", "")
-    if 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable():
-        return given.encode()
-    return uuid.uuid4().hex.encode()
-
-
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _stream_start(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    fixed = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-    return {"type": "http.response.start", "status": 200, "headers": fixed + headers}
 
 
 def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:

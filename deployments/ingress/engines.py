@@ -81,6 +81,9 @@ class EngineClient:
                             break
                         ended = True
                         raise self._error(reply)
+                    if reply.finish_reason == "abort":  # by the engine's side: nobody here has left
+                        ended = True
+                        raise self._gone()
                     sent, ended = True, reply.finish_reason is not None
                     yield reply
                     if ended:

@@ -38,11 +38,16 @@ class EngineRouter(RequestRouter):
         self._waiting: deque[asyncio.Future[None]] = deque()
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
 
-    def initialize_state(self, policy: str = "least_load", **options: Any) -> None:
-        """``request_router_kwargs``: the policy's name and its options. Raises ``ValueError`` for an unknown one."""
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Takes ``request_router_kwargs``, as ``policy_of`` does."""
+        self._policy = self.policy_of(**kwargs)
+
+    @staticmethod
+    def policy_of(policy: str = "least_load", **options: Any) -> RoutingPolicy:
+        """The policy of this name and these options. Raises ``ValueError`` or ``TypeError`` where there is none."""
         if policy not in POLICIES:
             raise ValueError(f"unknown routing policy {policy!r}: known are {', '.join(POLICIES)}")
-        self._policy = POLICIES[policy](**options)
+        return POLICIES[policy](**options)
 
     @property
     def live_replicas(self) -> int:

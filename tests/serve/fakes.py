@@ -1,0 +1,96 @@
+"""Stand-ins for engines, tokenizer and metrics, so that the API is tested without Ray and without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.ingress.errors import ApiError
+from deployments.messages import Chunk, TokenInfo
+from nanoengine.errors import InvalidRequestError
+from nanoengine.sampling.params import SamplingParams
+
+
+class FakeText:
+    """Token ids are bytes."""
+
+    async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]:
+        self.messages, self.options = messages, options
+        if messages[-1]["content"] == "refuse":
+            raise InvalidRequestError("the template refuses this", param="messages")
+        return await self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages), False)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+class FakeEngines:
+    """Every sequence gets ``pieces``, one chunk each; ``error`` is raised after ``error_after`` of them."""
+
+    def __init__(self, pieces: Sequence[str] = ("Hel", "lo", " wörld")) -> None:
+        self.pieces = list(pieces)
+        self.up = True
+        self.error: Exception | None = None
+        self.error_after = 0
+        self.calls: list[tuple[list[int], SamplingParams, bool]] = []
+        self.open = 0
+        self.hold: asyncio.Event | None = None  # after the first chunk, wait for it
+
+    def available(self) -> bool:
+        return self.up
+
+    async def until_open(self, sequences: int) -> None:
+        while self.open < sequences:  # noqa: ASYNC110  # a test's wait, a few turns of the loop
+            await asyncio.sleep(0)
+
+    async def generate(
+        self, prompt: npt.NDArray[np.int32], params: SamplingParams, *, clip: bool, priority: int, cache_salt: str
+    ) -> AsyncGenerator[Chunk]:
+        self.calls.append((prompt.tolist(), params, clip))
+        self.open += 1
+        try:
+            tokens = 0
+            for index, piece in enumerate(self.pieces):
+                if self.error is not None and index == self.error_after:
+                    raise self.error
+                await asyncio.sleep(0)
+                tokens += len(piece.encode())
+                last = index == len(self.pieces) - 1
+                logprobs = None
+                if params.logprobs is not None:
+                    top = ((ord("z"), -1.5), (ord("y"), float("-inf")))[: params.logprobs]
+                    logprobs = tuple(TokenInfo(byte, -0.5, top) for byte in piece.encode())
+                yield Chunk(piece, "stop" if last else None, None, len(prompt), 0, tokens, logprobs)
+                if self.hold is not None:
+                    await self.hold.wait()
+        finally:
+            self.open -= 1
+
+
+class FakeMetrics:
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def first_token(self, seconds: float) -> None:
+        self.seen["first_token"] += 1
+
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        self.seen["next_tokens"] += tokens
+
+    def finished(self, reason: str, seconds: float) -> None:
+        self.seen[f"finished:{reason}"] += 1
+
+    def rejected(self, reason: str) -> None:
+        self.seen[f"rejected:{reason}"] += 1
+
+
+def dead_engine() -> ApiError:
+    return ApiError(503, "the engine has ended", type="server_error", code="engine_unavailable", retry_after=1)
