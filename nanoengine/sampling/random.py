@@ -28,7 +28,7 @@ def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.integer]) -
     choose them, and taken as states they could give one stream read from different places.
     """
     bits = _output(_output(seeds, np.zeros_like(seeds)), positions.astype(np.uint64))
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def request_seed(seed: int | None, engine_seed: int, key: int) -> int:
