@@ -22,7 +22,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install model check test soak lint format loadtest clean
+.PHONY: help serve install model check test soak lint format loadtest manifests clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ format: $(VENV)/.installed-dev  ## mend style where a tool can
 
 loadtest: $(VENV)/.installed-dev  ## load the service on HOST; LOADTEST_ARGS="--users 16 --run-time 60s" shapes it
 	$(BIN)/locust --headless --locustfile loadtest/locustfile.py --host $(HOST) $(LOADTEST_ARGS)
+
+manifests: $(VENV)/.installed  ## write serve_config.yaml into the Kubernetes manifests
+	$(BIN)/python k8s/serve_config.py
 
 clean:  ## remove what these targets made, but not the models
 	rm -rf $(VENV) build *.egg-info loadtest-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
