@@ -1,0 +1,63 @@
+"""Tensors of a safetensors checkpoint, one file or sharded by ``model.safetensors.index.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from nanoengine.errors import ModelLoadError
+from nanoengine.weights.stored import StoredTensor
+
+
+def stored_tensors(root: Path) -> Iterator[StoredTensor]:
+    """The tensors under ``root``, file by file; each file stays mapped only while its tensors are being read.
+
+    Raises:
+        ModelLoadError: a file is missing, cut short or damaged, or lacks a tensor that the index places in it.
+    """
+    for path, names in _shards(root).items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                held = set(file.keys())
+                if lost := sorted((names or held) - held):
+                    raise ModelLoadError(f"{path} lacks {', '.join(lost)}, which the index places there")
+                for name in sorted(names or held):
+                    yield StoredTensor(name, tuple(file.get_slice(name).get_shape()), partial(_read_into, file, name))
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path} cannot be read, download it again: {error}") from error
+
+
+def _read_into(file: safe_open, name: str, target: Tensor) -> None:
+    target.copy_(file.get_tensor(name))
+
+
+def _shards(root: Path) -> dict[Path, set[str] | None]:
+    """Files to read and the tensors wanted from each; None is all of them."""
+    index = root / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            shards: dict[Path, set[str] | None] = {}
+            for name, file in weight_map.items():
+                names = shards.setdefault(root / file, set())
+                assert names is not None
+                names.add(name)
+            return shards
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelLoadError(f"{index} is not a safetensors index: {error!r}") from error
+    single = root / "model.safetensors"
+    if single.exists():
+        return {single: None}
+    # Some folders hold one file by another name. Several without an index could be anything.
+    files = sorted(root.glob("*.safetensors"))
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise ModelLoadError(
+            f"{root} needs model.safetensors or model.safetensors.index.json; safetensors files there: {found}"
+        )
+    return {files[0]: None}
