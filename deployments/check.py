@@ -91,38 +91,33 @@ def _deployment_names(build: Any, args: dict[str, Any]) -> list[str]:
 
 
 def _check_deployment(deployment: dict[str, Any]) -> Iterator[str]:
-    scaling: AutoscalingConfig | None = None
-    if (raw := deployment.get("autoscaling_config")) is not None:
+    for block, check_block in (("autoscaling_config", _check_autoscaling), ("request_router_config", _check_router)):
+        if (data := deployment.get(block)) is None:
+            continue
         try:
-            scaling = AutoscalingConfig.model_validate(raw)
-            scaling.policy.get_policy()
+            check_block(data)
         except ValidationError as error:
-            yield from (f"autoscaling_config.{problem}" for problem in _explained(error))
-        except Exception as error:
-            yield f"autoscaling_config.policy cannot be used: {error}"
-    if scaling is not None:
-        try:
-            policy = import_attr(raw["policy"]["policy_function"]) if "policy" in raw else None
-            if isinstance(policy, type):
-                policy(**scaling.policy.policy_kwargs)
-        except Exception as error:
-            yield f"autoscaling_config.policy.policy_kwargs: {error}"
-        if "num_replicas" in deployment:
-            yield "num_replicas and autoscaling_config exclude each other: leave one out"
-        if scaling.metrics_interval_s >= scaling.look_back_period_s:
-            yield "autoscaling_config: look_back_period_s must be longer than metrics_interval_s"
-    if (raw := deployment.get("request_router_config")) is not None:
-        try:
-            router_config = RequestRouterConfig.model_validate(raw)
-            router = import_attr(router_config.request_router_class)
-            if not issubclass(router, RequestRouter):
-                yield f"request_router_config: {router_config.request_router_class} is no RequestRouter"
-            elif issubclass(router, EngineRouter):
-                router.policy_of(**router_config.request_router_kwargs)
-        except ValidationError as error:
-            yield from (f"request_router_config.{problem}" for problem in _explained(error))
-        except Exception as error:
-            yield f"request_router_config cannot be used: {error}"
+            yield from (f"{block}.{problem}" for problem in _explained(error))
+        except Exception as error:  # what it names cannot be imported, or does not take these arguments
+            yield f"{block}: {error}"
+
+
+def _check_autoscaling(data: dict[str, Any]) -> None:
+    scaling = AutoscalingConfig.model_validate(data)
+    if scaling.metrics_interval_s >= scaling.look_back_period_s:
+        raise ValueError("look_back_period_s must be longer than metrics_interval_s")
+    policy = import_attr(scaling.policy.policy_function)
+    if isinstance(policy, type):
+        policy(**scaling.policy.policy_kwargs)
+
+
+def _check_router(data: dict[str, Any]) -> None:
+    config = RequestRouterConfig.model_validate(data)
+    router = import_attr(config.request_router_class)
+    if not issubclass(router, RequestRouter):
+        raise ValueError(f"{config.request_router_class} is no RequestRouter")
+    if issubclass(router, EngineRouter):
+        router.policy_of(**config.request_router_kwargs)
 
 
 def _explained(error: ValidationError) -> list[str]:

@@ -194,8 +194,6 @@ class Api:
         options: dict[str, Any] = dict(request.chat_template_kwargs or {})
         if request.add_generation_prompt is not None:
             options["add_generation_prompt"] = request.add_generation_prompt
-        if request.continue_final_message is not None:
-            options["continue_final_message"] = request.continue_final_message
         prompt = await self._text.chat([message.for_template() for message in request.messages], options)
         return self._job(request, [prompt], params, clip=limit is None, format=ChatFormat, id="chatcmpl-")
 

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +99,8 @@ class EngineClient:
                 raise self._failure(error) from error
             finally:
                 if not ended:
-                    stream.cancel()
+                    with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
+                        stream.cancel()
 
     async def _wait_for_replica(self) -> None:
         deadline = time.monotonic() + self._config.replica_wait_s

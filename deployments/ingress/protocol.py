@@ -9,8 +9,6 @@ because a mistyped ``max_token`` that is ignored costs its user more than an err
 from __future__ import annotations
 
 import difflib
-import json
-from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -67,6 +65,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "chat_template": (),
     "documents": ([],),
+    "continue_final_message": (False,),
     "echo_prompt": (False,),
     "prompt_embeds": (),
     "mm_processor_kwargs": (),
@@ -151,57 +150,17 @@ class Request(BaseModel):
         )
 
 
-def _text_parts(value: Any) -> Any:
-    """Content given as a list of text parts, as one text. The parts are joined as they are, with nothing between."""
-    if not isinstance(value, list):
-        return value
-    texts = []
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            raise ValueError(f"part {index} is of type {kind!r}, and this model reads text parts only")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-class FunctionCall(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
 class Message(BaseModel):
-    """One turn. Keys beyond these go to the chat template as they are: some templates read ``reasoning_content``."""
+    """One turn. All that is not the role goes to the chat template's renderer, which knows what the model reads."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_text_parts)] = None
-    tool_calls: list[ToolCall] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: no nulls, arguments parsed, ``developer`` under its older name."""
-        message = self.model_dump(exclude_none=True)
-        message["content"] = self.content or ""  # a null content beside tool calls would print as "None"
-        if self.role == "developer":
-            message["role"] = "system"
-        if not self.tool_calls:
-            message.pop("tool_calls", None)
-        for call in message.get("tool_calls", ()):
-            arguments = call["function"].get("arguments")
-            if isinstance(arguments, str):
-                with suppress(ValueError):  # not JSON: the template prints the text that the client sent
-                    call["function"]["arguments"] = json.loads(arguments or "{}")
-        return message
+        """The message without its nulls, ``developer`` under the older name that templates know."""
+        message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {"role": "system" if self.role == "developer" else self.role} | message
 
 
 class ChatRequest(Request):
@@ -212,7 +171,6 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -1,35 +1,17 @@
-"""Stand-ins for engines, tokenizer and metrics, so that the API is tested without Ray and without a model."""
+"""Stand-ins for engines and metrics, so that the API is tested without Ray and without a model."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from deployments.ingress.errors import ApiError
 from deployments.messages import Chunk, TokenInfo
-from nanoengine.errors import InvalidRequestError
 from nanoengine.sampling.params import SamplingParams
-
-
-class FakeText:
-    """Token ids are bytes."""
-
-    async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]:
-        self.messages, self.options = messages, options
-        if messages[-1]["content"] == "refuse":
-            raise InvalidRequestError("the template refuses this", param="messages")
-        return await self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages), False)
-
-    async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id])
 
 
 class FakeEngines:

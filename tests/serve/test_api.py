@@ -13,8 +13,13 @@ import pytest
 from deployments.config import AppArgs
 from deployments.ingress.api import Api
 from deployments.ingress.errors import overloaded
-from tests.serve.fakes import FakeEngines, FakeMetrics, FakeText, dead_engine
+from deployments.ingress.text import TextFrontend
+from nanoengine.text.tokenizer import load_tokenizer
+from nanoengine.weights.sources import resolve_model
+from tests.serve.fakes import FakeEngines, FakeMetrics, dead_engine
 
+TOKENIZER = load_tokenizer(resolve_model("synthetic"))  # a token is a byte
+PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"  # of MESSAGES
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
@@ -22,14 +27,14 @@ COMPLETION = "/v1/completions"
 
 class Service:
     def __init__(self) -> None:
-        self.engines, self.text, self.metrics = FakeEngines(), FakeText(), FakeMetrics()
+        self.engines, self.metrics = FakeEngines(), FakeMetrics()
         args = AppArgs.model_validate(
             {
                 "served_model_names": ["m", "alias"],
                 "ingress": {"max_inflight_requests": 4, "max_body_bytes": 4096, "max_choices": 8},
             }
         )
-        self.api = Api(args, self.engines, self.text, self.metrics)
+        self.api = Api(args, self.engines, TextFrontend(TOKENIZER, threads=1), self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api.app()), base_url="http://test")
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
@@ -75,14 +80,14 @@ async def test_chat(service: Service) -> None:
     assert body["model"] == "m"
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello wörld", "refusal": None}
     assert body["choices"][0]["finish_reason"] == "stop"
+    (prompt, params, clip) = service.engines.calls[0]
+    assert TOKENIZER.decode(prompt, skip_special_tokens=False) == PROMPT
     assert body["usage"] == {
-        "prompt_tokens": 8,
+        "prompt_tokens": len(prompt),
         "completion_tokens": 12,
-        "total_tokens": 20,
+        "total_tokens": len(prompt) + 12,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
-    (prompt, params, clip) = service.engines.calls[0]
-    assert bytes(prompt) == b"<user>hi"
     assert (params.max_tokens, params.temperature, clip) == (20, 0, False)
     assert service.metrics.seen["finished:stop"] == 1
 
@@ -207,28 +212,22 @@ async def test_default_max_tokens_is_clipped_but_an_explicit_one_is_not(service:
     ]
 
 
-async def test_messages_as_the_template_gets_them(service: Service) -> None:
+async def test_messages_reach_the_template(service: Service) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "pick", "arguments": '{"a": 1}'}}
     for content in ({"content": None}, {}, {"content": ""}):
         messages = [
-            {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+            {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
             {"role": "user", "content": "number?"},
-            {"role": "assistant", "tool_calls": [call], **content},
+            {"role": "assistant", "tool_calls": [call], "refusal": None, **content},
             {"role": "tool", "tool_call_id": "c1", "content": "17"},
-            {"role": "assistant", "content": "b", "tool_calls": [], "refusal": None},
         ]
-        assert (await service.post(CHAT, messages=messages)).status_code == 200
-        assert service.text.messages == [
-            {"role": "system", "content": "be brief"},
-            {"role": "user", "content": "number?"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "pick", "arguments": {"a": 1}}}],
-            },
-            {"role": "tool", "tool_call_id": "c1", "content": "17"},
-            {"role": "assistant", "content": "b"},
-        ]
+        response = await service.post(CHAT, messages=messages, add_generation_prompt=False)
+        assert response.status_code == 200, response.text
+        (prompt, _, _) = service.engines.calls.pop()
+        assert TOKENIZER.decode(prompt, skip_special_tokens=False) == "".join(
+            f"<|im_start|>{role}\n{text}<|im_end|>\n"
+            for role, text in [("system", "be brief"), ("user", "number?"), ("assistant", ""), ("tool", "17")]
+        )
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}]
@@ -239,9 +238,9 @@ BAD = [
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": "hello"}, "messages", "list"),
     (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages", "messages[0].role"),
-    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages", "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages", "messages[0]"),
     (CHAT, {"messages": IMAGE}, "messages", "image_url"),
-    (CHAT, {"messages": [{"role": "user", "content": "refuse"}]}, "messages", "refuses"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs", "no option 'x'"),
     (CHAT, {"messages": MESSAGES, "temperature": "hot"}, "temperature", "number"),
     (CHAT, {"messages": MESSAGES, "temperature": 5}, "temperature", "2"),
     (CHAT, {"messages": MESSAGES, "temperature": True}, "temperature", "number"),
