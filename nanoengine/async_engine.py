@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nanoengine.answer import Answer, Made
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, InvalidRequestError, ModelLoadError, NanoEngineError
-from nanoengine.outputs import Delta, EngineInfo, FinishReason, Load, TokenLogprob
+from nanoengine.outputs import Delta, EngineInfo, Load
 from nanoengine.protocol import HEADER, Abort, Add, Failed, FromEngine, Ready, Refused, Update, decoder, frame
 from nanoengine.request import check_request, token_array
 from nanoengine.sampling.params import SamplingParams
-from nanoengine.text.detokenizer import Detokenizer
 from nanoengine.text.tokenizer import Tokenizer, load_tokenizer
 from nanoengine.weights.sources import resolve_model
 
@@ -34,14 +34,11 @@ log = logging.getLogger("nanoengine")
 
 @dataclass(slots=True)
 class _Stream:
-    """What has come for one request and was not yet taken."""
+    """One request that somebody waits for."""
 
     request_id: str | None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_token: int | None = None
+    answer: Answer
+    made: Made = field(default_factory=Made)
     error: NanoEngineError | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -132,6 +129,13 @@ class AsyncEngine:
         return self._info
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; available once started."""
+        if self._tokenizer is None:
+            raise RuntimeError("the engine is not started: await start() first")
+        return self._tokenizer
+
+    @property
     def pid(self) -> int | None:
         """The engine process, None before the start."""
         return None if self._process is None else self._process.pid
@@ -159,38 +163,33 @@ class AsyncEngine:
         """
         if self._dead is not None:
             raise self._dead
-        info, tokenizer = self.info, self._tokenizer
-        assert tokenizer is not None
+        info = self.info
         prompt = token_array(prompt_ids)
         check_request(prompt, params, info.max_model_len, info.vocab_size)
-        detokenizer = Detokenizer(tokenizer, params) if params.detokenize else None
-
-        key, stream = next(self._keys), _Stream(request_id)
+        key, stream = next(self._keys), _Stream(request_id, Answer(self.tokenizer, params, prompt.tolist()))
         self._streams[key] = stream
         self._send(Add(key, prompt.tobytes(), params, priority, cache_salt))
-        completion_tokens = 0
         try:
             while True:
                 await stream.wake.wait()
                 stream.wake.clear()
                 if stream.error is not None:
                     raise stream.error
-                delta = _take(stream, detokenizer, len(prompt), completion_tokens)
-                completion_tokens = delta.completion_tokens
-                if delta.token_ids or delta.text or delta.finish_reason is not None:
-                    yield delta
+                made, stream.made = stream.made, Made(finish_reason=stream.made.finish_reason)
+                delta = stream.answer.take(made)
+                yield delta
                 if delta.finish_reason is not None:
                     return
         finally:
             del self._streams[key]
-            if stream.finish_reason is None and self._dead is None:
+            if stream.made.finish_reason is None and self._dead is None:
                 self._send(Abort(key))
 
     async def abort(self, request_id: str) -> None:
         """End every request with this id; its stream gets a last delta with finish reason "abort"."""
         for key, stream in self._streams.items():
-            if stream.request_id == request_id and stream.finish_reason is None:
-                stream.finish_reason = "abort"
+            if stream.request_id == request_id and stream.made.finish_reason is None:
+                stream.made.finish_reason = "abort"
                 stream.wake.set()
                 self._send(Abort(key))
 
@@ -226,19 +225,19 @@ class AsyncEngine:
         streams = self._streams
         for key, cached in update.started:
             if (stream := streams.get(key)) is not None:
-                stream.cached_tokens = cached
+                stream.answer.cached_tokens = cached
         keys = np.frombuffer(update.keys, np.int64).tolist()
         for key, token in zip(keys, np.frombuffer(update.tokens, np.int32).tolist(), strict=True):
             # A stream that was left is not here any more; its abort is on the way to the engine.
-            if (stream := streams.get(key)) is not None and stream.finish_reason is None:
-                stream.tokens.append(token)
+            if (stream := streams.get(key)) is not None and stream.made.finish_reason is None:
+                stream.made.tokens.append(token)
                 stream.wake.set()
         for index, logprob in update.logprobs.items():
             if (stream := streams.get(keys[index])) is not None:
-                stream.logprobs.append(logprob)
+                stream.made.logprobs.append(logprob)
         for end in update.finished:
-            if (stream := streams.get(end.key)) is not None and stream.finish_reason is None:
-                stream.finish_reason, stream.stop_token = end.reason, end.stop_token
+            if (stream := streams.get(end.key)) is not None and stream.made.finish_reason is None:
+                stream.made.finish_reason, stream.made.stop_token = end.reason, end.stop_token
                 stream.wake.set()
 
     def _fail(self, key: int, error: NanoEngineError) -> None:

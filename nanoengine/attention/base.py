@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,13 +62,21 @@ class KVCache:
         device: torch.device,
     ) -> KVCache:
         shape = (num_blocks, block_size, kv_heads, head_dim)
-        # Zeros, not empty: a masked position still enters a product with weight 0, and 0 * NaN of stale memory is NaN.
-        make = lambda: tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers))  # noqa: E731
-        return cls(make(), make())
+        return cls(*(tuple(_zeros(shape, dtype, device) for _ in range(layers)) for _ in range(2)))
 
     @property
     def block_size(self) -> int:
         return self.keys[0].shape[1]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, not empty: a masked position still enters a product with weight 0, and 0 * NaN of stale memory is NaN."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy leaves untouched pages to the kernel where torch writes each of them: a pool of 1 GiB costs no time, and no
+    # memory before it is used.
+    integers = {1: np.uint8, 2: np.uint16, 4: np.uint32}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(shape, integers)).view(dtype)
 
 
 class AttentionBackend(ABC):

@@ -40,7 +40,7 @@ class ModelRunner:
         self._device = device
         # The token that each slot's sequence decodes next stays on the device: a step needs no token from the host.
         self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens that each slot asks for; -1: none at all
+        self._num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
 
     @torch.inference_mode()
     def launch(self, step: Step) -> _Launched:
@@ -97,10 +97,9 @@ class _Launched:
         if self._sampled.logprobs is None:
             return {}
         chosen, top_ids, top_logprobs = (t.cpu().numpy() for t in self._sampled.logprobs)
-        return {
-            int(row): TokenLogprob(
-                int(tokens[row]), float(chosen[i]), tuple(zip(top_ids[i, :k].tolist(), top_logprobs[i, :k].tolist()))
-            )
-            for i, (row, k) in enumerate(zip(self._rows, self._num_logprobs.tolist(), strict=True))
-            if k >= 0
-        }
+        result = {}
+        for i, (row, k) in enumerate(zip(self._rows.tolist(), self._num_logprobs.tolist(), strict=True)):
+            if k >= 0:
+                top = zip(top_ids[i, :k].tolist(), top_logprobs[i, :k].tolist(), strict=True)
+                result[row] = TokenLogprob(int(tokens[row]), float(chosen[i]), tuple(top))
+        return result

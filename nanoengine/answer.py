@@ -1,0 +1,54 @@
+"""Answer: what the engine makes for one request, turned into deltas of text. Stop strings act here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nanoengine.outputs import Delta, FinishReason, TokenLogprob
+from nanoengine.sampling.params import SamplingParams
+from nanoengine.text.detokenizer import Detokenizer
+from nanoengine.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Made:
+    """What the engine made and nobody has taken yet."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each token, if asked for
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None  # the end-of-sequence or stop token that ended it
+
+
+class Answer:
+    """One request's answer as it grows. ``take`` as often as is convenient: the sum does not depend on it."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int]) -> None:
+        self.cached_tokens = 0
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, params, prompt)
+        self._prompt_tokens = len(prompt)
+        self._completion_tokens = 0
+
+    def take(self, made: Made) -> Delta:
+        """The next delta. With a finish reason it is the last, though the engine may have gone past a stop string."""
+        tokens, logprobs, reason = made.tokens, made.logprobs, made.finish_reason
+        piece = self._detokenizer.push(tokens, reason is not None, made.stop_token is not None)
+        stop_reason: str | int | None = None
+        if piece.stop is not None:
+            tokens, logprobs = tokens[: piece.kept_tokens], logprobs[: piece.kept_tokens]
+            reason, stop_reason = "stop", piece.stop
+        elif made.stop_token in self._params.stop_token_ids:
+            stop_reason = made.stop_token
+        self._completion_tokens += len(tokens)
+        return Delta(
+            text=piece.text,
+            token_ids=tuple(tokens),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            logprobs=tuple(logprobs) if self._params.logprobs is not None else None,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            completion_tokens=self._completion_tokens,
+        )
