@@ -199,7 +199,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace`` without underscore names: a template is code from a hub, and they lead out of the sandbox."""
+    """Jinja's ``namespace`` without underscore names: templates are code from a hub, and these lead out of it."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: namespace(self=1) is allowed
         self, *rest = args

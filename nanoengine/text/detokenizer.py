@@ -68,14 +68,18 @@ class Detokenizer:
             if token_id in self._stop_tokens and self._num_tokens >= self._min_tokens:
                 stop = self._stop_tokens[token_id]
                 return self._end(text + self._rest() + (stop if self._include_stop else ""), stop, kept)
-            new, hit = self._search(self._decoder.push((token_id,), False))
-            text += new
+            new = self._decoder.push((token_id,), False)
+            if not self._held and self._first_chars.isdisjoint(new):  # most tokens: no stop string begins here
+                text += new
+                continue
+            certain, hit = self._search(new)
+            text += certain
             if hit is not None:
                 return self._end(text, hit, kept)
         if not finished:
             return Piece(text, None, num_tokens)
-        new, hit = self._search(self._decoder.push((), True))
-        return self._end(text + new + ("" if hit else self._held), hit, num_tokens)
+        certain, hit = self._search(self._decoder.push((), True))
+        return self._end(text + certain + ("" if hit else self._held), hit, num_tokens)
 
     def _end(self, text: str, stop: str | None, kept_tokens: int) -> Piece:
         self._ended = True
