@@ -54,8 +54,9 @@ format: $(VENV)/.installed-dev  ## mend style where a tool can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-loadtest: $(VENV)/.installed-dev  ## load the service on HOST; LOADTEST_ARGS="--users 16 --run-time 60s" shapes it
-	$(BIN)/locust --headless --locustfile loadtest/locustfile.py --host $(HOST) $(LOADTEST_ARGS)
+loadtest: $(VENV)/.installed-dev  ## load the service on HOST with 8 users; LOADTEST_ARGS="--users 16" shapes it
+	$(BIN)/locust --headless --locustfile loadtest/locustfile.py --host $(HOST) --only-summary \
+	    --users 8 --spawn-rate 8 --run-time 60s $(LOADTEST_ARGS)
 
 manifests: $(VENV)/.installed  ## write serve_config.yaml into the Kubernetes manifests
 	$(BIN)/python k8s/serve_config.py
