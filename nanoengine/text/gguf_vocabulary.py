@@ -7,9 +7,10 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from nanoengine.errors import ModelLoadError
-from nanoengine.text.tokenizer import Tokenizer, add_around
+from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.weights.gguf import GGUFFile
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
@@ -68,6 +69,13 @@ def load(path: Path) -> Tokenizer:
         more_eos_ids=[get(name) for name in ("eot_token_id", "eom_token_id") if get(name) is not None],
         chat_templates=_chat_templates(metadata),
     )
+
+
+def add_around(backend: tokenizers.Tokenizer, bos_token: str | None, eos_token: str | None) -> None:
+    """Make ``encode(add_special_tokens=True)`` put these tokens before and after a text; None for none."""
+    template = [*([bos_token] if bos_token else []), "$A", *([eos_token] if eos_token else [])]
+    special = [(token, backend.token_to_id(token)) for token in (bos_token, eos_token) if token]
+    backend.post_processor = TemplateProcessing(single=template, pair=None, special_tokens=special)
 
 
 def _chat_templates(metadata: dict[str, Any]) -> dict[str, str]:

@@ -10,16 +10,16 @@ import tokenizers
 from tokenizers import AddedToken
 
 from nanoengine.errors import ModelLoadError
-from nanoengine.text.tokenizer import Tokenizer, add_around
+from nanoengine.text.tokenizer import Tokenizer
 
 
 def load(folder: Path) -> Tokenizer:
     """Read a folder's tokenizer.
 
-    tokenizer.json alone decides how text is split: it is what the model was published with. (transformers 5 rebuilds
-    some classes' pipelines from code instead.) tokenizer_config.json adds names of special tokens, chat templates, and
-    whether texts get a first and a last token. Decoded text is not "cleaned up": that setting is for BERT's tokenizers
-    and eats spaces.
+    tokenizer.json alone decides how text is split and what is put around it: it is what the model was published with.
+    (transformers rebuilds some classes' splitting from code instead.) tokenizer_config.json adds names of special
+    tokens and chat templates; its add_bos_token and add_eos_token have no say beside a tokenizer.json, as in
+    transformers 5. Decoded text is not "cleaned up": that setting is for BERT's tokenizers and eats spaces.
 
     Raises ``ModelLoadError``.
     """
@@ -36,12 +36,6 @@ def load(folder: Path) -> Tokenizer:
 
     bos_token, eos_token = _content(config.get("bos_token")), _content(config.get("eos_token"))
     _add_tokens(backend, config)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        add_around(
-            backend,
-            bos_token if config.get("add_bos_token") else None,
-            eos_token if config.get("add_eos_token") else None,
-        )
     eos_ids = generation.get("eos_token_id")
     return Tokenizer(
         backend,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from nanoengine.errors import InvalidRequestError
 from nanoengine.text.token_bytes import TextDecoder, TokenBytes
@@ -97,13 +96,6 @@ class Tokenizer:
     def token_id(self, token: str | None) -> int | None:
         """The id of a token given in the vocabulary's own spelling."""
         return None if token is None else self._backend.token_to_id(token)
-
-
-def add_around(backend: tokenizers.Tokenizer, bos_token: str | None, eos_token: str | None) -> None:
-    """Make ``encode(add_special_tokens=True)`` put these tokens before and after a text; None for none."""
-    template = [*([bos_token] if bos_token else []), "$A", *([eos_token] if eos_token else [])]
-    special = [(token, backend.token_to_id(token)) for token in (bos_token, eos_token) if token]
-    backend.post_processor = TemplateProcessing(single=template, pair=None, special_tokens=special)
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:

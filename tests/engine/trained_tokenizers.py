@@ -8,7 +8,8 @@ from functools import cache
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from nanoengine.text.tokenizer import Tokenizer, add_around
+from nanoengine.text.gguf_vocabulary import add_around
+from nanoengine.text.tokenizer import Tokenizer
 
 AWKWARD = [
     "",
