@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from nanoengine.errors import InvalidRequestError
 
-
-def _check(condition: bool, param: str, rule: str, value: object) -> None:
-    if not condition:
-        raise InvalidRequestError(f"{param} must be {rule}, got {value!r}", param=param, code="invalid_value")
+_MAX_INT = 2**31 - 1
+_MAX_STOPS = 64  # stop strings, or stop token ids: each costs a little at every token
+_MAX_STOP_LENGTH = 1024  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +19,20 @@ class SamplingParams:
     Raises ``InvalidRequestError`` naming the field when a value is out of range.
     """
 
-    temperature: float = 1.0  # 0 is greedy: the other filters then have no effect
-    top_k: int = 0  # keep the k likeliest tokens; 0 or -1 keeps all
-    top_p: float = (
-        1.0  # keep the smallest set of likeliest tokens whose mass reaches p, the one that crosses p included
-    )
+    temperature: float = 1.0  # 0 is greedy: the filters (top_k, top_p, min_p) then have no effect
+    top_k: int = 0  # keep the k likeliest tokens, and those as likely as the k-th; 0 or -1 keeps all
+    top_p: float = 1.0  # of what top_k keeps: the likeliest whose mass reaches p, the one that crosses p included
     min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest
     repetition_penalty: float = 1.0  # > 1 discourages tokens of prompt and output (CTRL, section 4.1)
     presence_penalty: float = 0.0  # subtracted once from tokens already in the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
-    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    seed: int | None = None  # modulo 2**64; same seed, same tokens, whatever else is in the batch
     max_tokens: int | None = 16  # None: up to the model's context
     min_tokens: int = 0  # until then no end-of-sequence or stop token can be sampled and no stop string acts
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
+    stop: tuple[str, ...] = ()  # a string or a sequence of them; the one that is complete first ends the answer
+    stop_token_ids: tuple[int, ...] = ()  # act with ignore_eos too
+    ignore_eos: bool = False  # the model's end-of-sequence tokens do not end the answer
+    include_stop_str_in_output: bool = False  # the text of the stop string, or stop token, is part of the answer
     skip_special_tokens: bool = True
     detokenize: bool = True  # off: token ids only, no text, no stop strings
     logprobs: int | None = None  # also return the log-probability of each token and of this many likeliest
@@ -45,52 +42,78 @@ class SamplingParams:
             value = getattr(self, name)
             ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
             _check(ok, name, "a finite number", value)
-        for name in ("top_k", "min_tokens"):
+        for name, optional in (
+            ("top_k", False), ("min_tokens", False), ("max_tokens", True), ("seed", True), ("logprobs", True),
+        ):  # fmt: skip
             value = getattr(self, name)
-            _check(isinstance(value, int) and not isinstance(value, bool), name, "an integer", value)
-        _check(0 <= self.temperature <= 100, "temperature", "between 0 and 100", self.temperature)
-        _check(self.top_k >= -1, "top_k", "-1 or 0 (off), or at least 1", self.top_k)
+            _check(_is_int(value) or (optional and value is None), name, "an integer", value)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            _check(isinstance(getattr(self, name), bool), name, "true or false", getattr(self, name))
+
+        self._check_range("temperature", 0, 100)
+        self._check_range("min_p", 0, 1)
+        self._check_range("presence_penalty", -2, 2)
+        self._check_range("frequency_penalty", -2, 2)
         _check(0 < self.top_p <= 1, "top_p", "greater than 0 and at most 1", self.top_p)
-        _check(0 <= self.min_p <= 1, "min_p", "between 0 and 1", self.min_p)
         _check(
             0 < self.repetition_penalty <= 100,
             "repetition_penalty",
             "greater than 0 and at most 100",
             self.repetition_penalty,
         )
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check(-2 <= getattr(self, name) <= 2, name, "between -2 and 2", getattr(self, name))
+        _check(-1 <= self.top_k <= _MAX_INT, "top_k", "-1 or 0 (off), or at least 1", self.top_k)
+        _check(0 <= self.min_tokens <= _MAX_INT, "min_tokens", "at least 0", self.min_tokens)
         if self.seed is not None:
-            _check(isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer", self.seed)
-        if self.max_tokens is not None:
-            _check(
-                isinstance(self.max_tokens, int) and self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens
-            )
-        _check(self.min_tokens >= 0, "min_tokens", "at least 0", self.min_tokens)
-        if self.max_tokens is not None:
-            _check(
-                self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                f"at most max_tokens ({self.max_tokens})",
-                self.min_tokens,
-            )
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        else:
-            object.__setattr__(self, "stop", tuple(self.stop or ()))
-        _check(all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings", self.stop)
-        _check(not self.stop or self.detokenize, "stop", "empty when detokenize is off", self.stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        ids_ok = all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids)
-        _check(ids_ok, "stop_token_ids", "token ids (integers, 0 or more)", self.stop_token_ids)
+            _check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer", self.seed)
         if self.logprobs is not None:
-            _check(
-                isinstance(self.logprobs, int) and 0 <= self.logprobs <= 20,
-                "logprobs",
-                "between 0 and 20",
-                self.logprobs,
-            )
+            self._check_range("logprobs", 0, 20)
+        if self.max_tokens is not None:
+            _check(1 <= self.max_tokens <= _MAX_INT, "max_tokens", "at least 1", self.max_tokens)
+            rule = f"at most max_tokens ({self.max_tokens})"
+            _check(self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
+        self._check_stops()
+
+    def _check_range(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        _check(low <= value <= high, name, f"between {low} and {high}", value)
+
+    def _check_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            rule = f"a list of at most {_MAX_STOPS}"
+            _check(value is None or isinstance(value, (tuple, list)), name, rule, value)
+            object.__setattr__(self, name, tuple(value or ()))
+            _check(len(getattr(self, name)) <= _MAX_STOPS, name, rule, value)
+        rule = f"non-empty strings of at most {_MAX_STOP_LENGTH} whole characters"
+        _check(all(map(_is_stop_string, self.stop)), "stop", rule, self.stop)
+        _check(not self.stop or self.detokenize, "stop", "empty when detokenize is off", self.stop)
+        ok = all(_is_int(token) and 0 <= token <= _MAX_INT for token in self.stop_token_ids)
+        _check(ok, "stop_token_ids", "token ids (integers, 0 or more)", self.stop_token_ids)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _check(condition: bool, param: str, rule: str, value: object) -> None:
+    if not condition:
+        raise InvalidRequestError(f"{param} must be {rule}, got {_short(value)}", param=param, code="invalid_value")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_stop_string(value: object) -> bool:
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_STOP_LENGTH:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: no text can contain it, and it cannot be sent on
+        return False
+    return True

@@ -17,7 +17,7 @@ from nanoengine.sampling.sampler import Sampled, Sampler
 from nanoengine.scheduling.step import Admission
 
 EOS = (3, 5)
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -25,7 +25,7 @@ def ids(*tokens: int) -> np.ndarray:
 
 
 def make_sampler(vocab: int = 50, slots: int = 8, seed: int = 0) -> Sampler:
-    return Sampler(slots, vocab, EOS, CPU, seed)
+    return Sampler(slots, vocab, EOS, DEVICE, seed)
 
 
 def admit(sampler: Sampler, slot: int, key: int = 0, prompt=(1, 2), output=(), **params) -> None:
@@ -414,7 +414,7 @@ def test_min_tokens_masks_every_end_until_then():
 
 
 def test_the_last_token_of_the_vocabulary_is_neither_masked_nor_lost():
-    sampler = Sampler(1, 50, (), CPU, 0)
+    sampler = Sampler(1, 50, (), DEVICE, 0)
     admit(sampler, 0, temperature=0.0, min_tokens=5)
     logits = torch.zeros(1, 50)
     logits[0, 49] = 1.0
