@@ -14,8 +14,10 @@ PINS := --disable-pip-version-check --constraint constraints.txt
 # not these, which serving does not import.
 NEVER_IMPORTED := '/(tests|testing|transformers/models|ray/(rllib|data|tune|train|llm))/'
 
-# A Ray of our own, on loopback only: without the first line `serve run` joins whatever Ray runs on this machine, and
-# without the second (Ray's switch for desktops, despite its name) its ports listen on every interface.
+# A Ray of our own, on loopback: without the first line `serve run` joins whatever Ray runs on this machine, and without
+# the second (Ray's switch for desktops, despite its name) its ports listen on every interface. What Ray gives no choice
+# over are the replicas' own ports, which its token guards, and HAProxy's statistics: hence no RAY_SERVE_ENABLE_HA_PROXY
+# here, though it is faster; the container image sets it.
 export RAY_ADDRESS ?= local
 export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
@@ -28,7 +30,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: model  ## install, fetch the model, and serve SERVE_CONFIG on 127.0.0.1:8000 until Ctrl-C
-	@exec $(BIN)/serve run $(SERVE_CONFIG)
+	@$(BIN)/python -m deployments.ready $(SERVE_CONFIG) $$$$ & exec $(BIN)/serve run $(SERVE_CONFIG)
 
 install: $(VENV)/.installed  ## create .venv with the pinned dependencies
 
