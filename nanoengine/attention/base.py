@@ -92,7 +92,7 @@ class AttentionBackend(ABC):
     def decode(
         self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, plan: object
     ) -> Tensor:
-        """Rows [0, num_decodes): q is [num_decodes, heads, head_dim]; returns that shape. K and V are already stored."""
+        """Rows [0, num_decodes): q is [num_decodes, heads, head_dim]; returns that shape. K and V are stored."""
 
     @abstractmethod
     def prefill(
