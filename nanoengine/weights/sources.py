@@ -83,7 +83,7 @@ def cache_directory() -> Path:
 def _from_file(path: Path) -> ModelFiles:
     if path.suffix != ".gguf":
         raise ModelLoadError(f"{path} is no .gguf file: name a .gguf file, or the folder that holds the model")
-    return ModelFiles(path.resolve(), "gguf")
+    return ModelFiles(path.absolute(), "gguf")
 
 
 def _from_folder(folder: Path) -> ModelFiles:
@@ -92,10 +92,10 @@ def _from_folder(folder: Path) -> ModelFiles:
             raise ModelLoadError(
                 f"{folder} has safetensors but no config.json: copy the model's config.json beside them"
             )
-        return ModelFiles(folder.resolve(), "safetensors")
+        return ModelFiles(folder.absolute(), "safetensors")
     ggufs = sorted(folder.glob("*.gguf"))
     if len(ggufs) == 1:
-        return ModelFiles(ggufs[0].resolve(), "gguf")
+        return ModelFiles(ggufs[0].absolute(), "gguf")
     if ggufs:
         raise ModelLoadError(
             f"{folder} holds {len(ggufs)} GGUF files, name one of them: {', '.join(p.name for p in ggufs)}"

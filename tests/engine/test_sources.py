@@ -314,6 +314,9 @@ def test_local_paths(tmp_path: Path) -> None:
     one = make(tmp_path / "one", "model.gguf")
     assert resolve_model(str(one)) == ModelFiles(one / "model.gguf", "gguf")
     assert resolve_model(str(one / "model.gguf")) == ModelFiles(one / "model.gguf", "gguf")
+    (one / "blob").write_bytes(b"")
+    (one / "link.gguf").symlink_to(one / "blob")  # as the hub's cache keeps files
+    assert resolve_model(str(one / "link.gguf")) == ModelFiles(one / "link.gguf", "gguf")
     assert resolve_model("synthetic") == ModelFiles(Path(), "synthetic")
 
 
