@@ -27,10 +27,10 @@ class EngineMetrics:
         tags = {"model_name": model_name}
 
         def gauge(name: str, description: str) -> Gauge:
-            return _tagged(Gauge(f"vllm:{name}", description=description, tag_keys=_TAGS), tags)
+            return _tagged(Gauge(f"vllm_{name}", description=description, tag_keys=_TAGS), tags)
 
         def counter(name: str, description: str) -> Counter:
-            return _tagged(Counter(f"vllm:{name}", description=description, tag_keys=_TAGS), tags)
+            return _tagged(Counter(f"vllm_{name}", description=description, tag_keys=_TAGS), tags)
 
         self._running = gauge("num_requests_running", "Sequences in the running batch.")
         self._waiting = gauge("num_requests_waiting", "Sequences waiting for a slot.")
@@ -63,16 +63,16 @@ class RequestMetrics:
         tags = {"model_name": model_name}
 
         def histogram(name: str, description: str, boundaries: list[float]) -> Histogram:
-            return _tagged(Histogram(f"vllm:{name}", description, boundaries, tag_keys=_TAGS), tags)
+            return _tagged(Histogram(f"vllm_{name}", description, boundaries, tag_keys=_TAGS), tags)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request's arrival to its first token.", _TTFT)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens; once a chunk, its mean.", _ITL)
         self._e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _E2E)
         reasons = (*_TAGS, "finished_reason")
-        self._success = Counter("vllm:request_success", description="Requests by how they ended.", tag_keys=reasons)
+        self._success = Counter("vllm_request_success", description="Requests by how they ended.", tag_keys=reasons)
         self._success.set_default_tags(dict(tags))
         self._rejected = Counter(
-            "vllm:admission_rejections", description="Requests refused, by reason.", tag_keys=("model_name", "reason")
+            "vllm_admission_rejections", description="Requests refused, by reason.", tag_keys=("model_name", "reason")
         )
         self._rejected.set_default_tags(dict(tags))
 

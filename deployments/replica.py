@@ -17,6 +17,7 @@ from ray import serve
 
 from deployments.messages import Chunk, GenerateCall, Refusal, TokenInfo, encode
 from deployments.metrics import EngineMetrics
+from deployments.pacing import Pacer
 from nanoengine.async_engine import AsyncEngine
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
@@ -24,9 +25,6 @@ from nanoengine.outputs import Delta, Load
 
 logger = logging.getLogger("ray.serve")
 
-CHUNK_COST_S = 0.0004
-"""What one chunk costs replica and ingress together, roughly; sets how much is coalesced."""
-MAX_PAUSE_S = 0.02
 METRICS_PERIOD_S = 1.0
 
 
@@ -41,13 +39,14 @@ class EngineReplica:
         self._open: Counter[str] = Counter()  # sequences of each ingress that are here now
         self._newest: dict[str, int] = {}  # highest call number seen of each
         self._metrics = EngineMetrics(model_name)
-        self._reporter = asyncio.create_task(self._report_metrics())
+        self._pacer = Pacer()
+        self._background = [asyncio.create_task(self._pacer.run()), asyncio.create_task(self._report_metrics())]
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[bytes]:
         """Stream one sequence as encoded ``Chunk``s; a ``Refusal`` may be the first item, or the last.
 
-        The first chunk leaves at once. Later ones wait a little, so that what a chunk costs here and at the ingress is
-        spent at most at the rate that both can bear: nothing for one stream, up to 20 ms for many.
+        The first chunk leaves at once. Later ones leave as often as this process can bear, each with all that came
+        since the one before.
         """
         self._open[call.ingress] += 1
         self._newest[call.ingress] = max(call.number, self._newest.get(call.ingress, 0))
@@ -57,8 +56,8 @@ class EngineReplica:
         try:
             async for delta in deltas:
                 yield encode(_chunk(delta))
-                if delta.finish_reason is None:
-                    await asyncio.sleep(min(MAX_PAUSE_S, (self._open.total() - 1) * CHUNK_COST_S))
+                if delta.finish_reason is None and self._pacer.pause:
+                    await asyncio.sleep(self._pacer.pause)
         except InvalidRequestError as error:
             yield encode(Refusal("invalid", error.message, self._replica, param=error.param, code=error.code))
         except EngineOverloadedError as error:
@@ -116,9 +115,8 @@ class EngineReplica:
             self._metrics.update(self._engine.load())
 
     async def __del__(self) -> None:
-        reporter = getattr(self, "_reporter", None)  # __init__ may have failed half-way
-        if reporter is not None:
-            reporter.cancel()
+        for task in getattr(self, "_background", ()):  # __init__ may have failed half-way
+            task.cancel()
         if (engine := getattr(self, "_engine", None)) is not None:
             await engine.stop()
 
