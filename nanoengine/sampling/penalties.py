@@ -39,20 +39,21 @@ class Penalties:
         counts[prompt] += 1  # buffered indexing: once per distinct token
         self._counts[int(self._row[slot])] = torch.from_numpy(counts.astype(np.int32))
 
-    def apply(self, logits: Tensor, slots: IntArray, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
-        """Penalised copy of ``logits`` [n, vocab] float32; the penalties are float32 [n].
+    def apply(self, logits: Tensor, slots: IntArray, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
+        """Penalise ``logits`` [n, vocab] float32 in place; the penalties are float32 [n].
 
         Repetition (CTRL, arXiv 1909.05858, section 4.1) looks at prompt and output: a positive logit is divided by it,
         a negative one multiplied. Presence and frequency (OpenAI's definition) look at the output only.
         """
+        # Arithmetic in place, instead of torch.where and boolean masks: on CPU that is several times faster.
         counts = self._counts[self._rows(slots)]
-        repetition = repetition.unsqueeze(1)
-        penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(counts > 0, penalised, logits)
-        occurrences = counts >> 1
-        logits -= frequency.unsqueeze(1) * occurrences
-        logits -= presence.unsqueeze(1) * (occurrences > 0)
-        return logits
+        buffer = counts.to(torch.float32).clamp_(max=1)  # 1 where seen
+        torch.lerp(torch.ones_like(repetition).unsqueeze(1), repetition.unsqueeze(1), buffer, out=buffer)
+        positive = logits.clamp(min=0).div_(buffer)
+        logits.clamp_(max=0).mul_(buffer).add_(positive)
+        buffer.copy_(counts.bitwise_right_shift_(1))  # occurrences in the output
+        logits.addcmul_(buffer, frequency.unsqueeze(1), value=-1)
+        logits.addcmul_(buffer.clamp_(max=1), presence.unsqueeze(1), value=-1)
 
     def record(self, slots: IntArray, tokens: Tensor) -> None:
         """Count the token int64 [n] that each slot has just sampled."""

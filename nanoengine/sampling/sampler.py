@@ -125,11 +125,8 @@ class Sampler:
             ids = self._send(self._ending_ids[slots[unstoppable]])
             logits[self._send(unstoppable).unsqueeze(1), ids] = -torch.inf
         if len(penalised):
-            where = self._send(penalised)
-            repetition, presence, frequency = (
-                self._send(rows[name][penalised]) for name in ("repetition", "presence", "frequency")
-            )
-            logits[where] = self._penalties.apply(logits[where], slots[penalised], repetition, presence, frequency)
+            settings = [self._send(rows[name][penalised]) for name in ("repetition", "presence", "frequency")]
+            self._on_rows(logits, penalised, lambda some: self._penalties.apply(some, slots[penalised], *settings))
         return logits
 
     def _choose(self, logits: Tensor, rows: Rows, positions: IntArray) -> Tensor:
@@ -164,15 +161,15 @@ class Sampler:
         tokens, drawn = filters.draw(weights, self._send(uniform(rows["seed"], positions)))
         return torch.where(drawn, tokens, self._fallback)
 
-    def _on_rows(self, weights: Tensor, at: npt.NDArray[np.intp], keep: Callable[[Tensor], None]) -> None:
-        """Filter only the rows ``at`` of ``weights``, in place."""
-        if len(at) == len(weights):
-            keep(weights)
+    def _on_rows(self, tensor: Tensor, at: npt.NDArray[np.intp], change: Callable[[Tensor], None]) -> None:
+        """``change`` the rows ``at`` of ``tensor`` in place, and no others."""
+        if len(at) == len(tensor):
+            change(tensor)
         else:
             where = self._send(at)
-            some = weights[where]
-            keep(some)
-            weights[where] = some
+            some = tensor[where]
+            change(some)
+            tensor[where] = some
 
     def _logprobs(self, logits: Tensor, tokens: Tensor, rows: Rows) -> Logprobs | None:
         at = np.flatnonzero(rows["logprobs"] >= 0)

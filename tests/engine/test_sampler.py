@@ -152,8 +152,9 @@ def test_top_p_by_probe_and_by_full_sort_agree(top_p, monkeypatch):
     torch.manual_seed(0)
     weights = torch.rand(5, 64 * 20) ** torch.tensor([[0.1], [1], [8], [30], [200]])  # flat to sharp
     results = []
-    for probe in (1, 16, 256, 10_000):
+    for probe, sort_above in ((1, 512), (16, 512), (300, 200), (300, 10_000), (10_000, 10_000)):
         monkeypatch.setattr(filters, "_PROBE", probe)
+        monkeypatch.setattr(filters, "_SORT_ABOVE", sort_above)
         kept = weights.clone()
         filters.keep_top_p(kept, torch.full((5,), top_p, dtype=torch.float64))
         results.append(kept)
@@ -161,8 +162,8 @@ def test_top_p_by_probe_and_by_full_sort_agree(top_p, monkeypatch):
     assert (results[0].double().sum(1) >= top_p * weights.double().sum(1) * (1 - 1e-12)).all()
 
 
-@pytest.mark.parametrize("top_k", [1, 5, 255, 256, 257, 1000])
-def test_top_k_on_both_sides_of_the_probe(top_k):
+@pytest.mark.parametrize("top_k", [1, 5, 511, 512, 513, 1000])
+def test_top_k_by_topk_and_by_sort(top_k):
     torch.manual_seed(0)
     weights = torch.rand(3, 64 * 20)
     kept = weights.clone()
