@@ -107,7 +107,8 @@ class TorchAttention(AttentionBackend):
             return _attend(spec, q, keys, values, groups[0])
         out = torch.empty_like(q)
         for group in groups:
-            out[group.rows] = _attend(spec, q[group.rows], keys, values, group)
+            assert group.rows is not None
+            out.index_copy_(0, group.rows, _attend(spec, q.index_select(0, group.rows), keys, values, group))
         return out
 
     def prefill(
