@@ -4,8 +4,9 @@ No ``from __future__ import annotations`` here: Serve finds the type of ``build`
 take a string there for no type at all.
 """
 
+import asyncio
+
 from fastapi import FastAPI
-from nanoengine.text.tokenizer import load_tokenizer
 from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
@@ -16,6 +17,7 @@ from deployments.ingress.engines import EngineClient
 from deployments.ingress.text import TextFrontend
 from deployments.metrics import RequestMetrics
 from deployments.replica import EngineReplica
+from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import resolve_model
 
 
@@ -26,14 +28,17 @@ class Ingress:
     def __init__(self, engine: DeploymentHandle, args: AppArgs) -> None:
         # Asks no engine for anything: an ingress starts, and answers /health, whether or not an engine does.
         tokenizer = load_tokenizer(resolve_model(args.engine.model, args.engine.revision))
+        self._engines = EngineClient(engine, args.ingress)
         self._api = Api(
             args,
-            EngineClient(engine, args.ingress),
+            self._engines,
             TextFrontend(tokenizer, args.ingress.tokenizer_threads),
             RequestMetrics(args.model_names[0]),
         )
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        # Serve awaits this on the event loop that requests will run on.
+        self._background = asyncio.create_task(self._engines.run())
         return self._api.app()
 
 

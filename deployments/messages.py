@@ -65,6 +65,14 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     retry_after: float = 1.0
 
 
+def merged(first: Chunk, second: Chunk) -> Chunk:
+    """Two successive chunks of one sequence as one."""
+    logprobs = None
+    if first.logprobs is not None or second.logprobs is not None:
+        logprobs = (first.logprobs or ()) + (second.logprobs or ())
+    return msgspec.structs.replace(second, text=first.text + second.text, logprobs=logprobs)
+
+
 Reply = Chunk | Refusal
 
 encode = msgspec.msgpack.Encoder().encode

@@ -13,8 +13,11 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+import ray.util
 from ray import serve
 
+from deployments.channel import ChannelServer
 from deployments.messages import Chunk, GenerateCall, Refusal, TokenInfo, encode
 from deployments.metrics import EngineMetrics
 from deployments.pacing import Pacer
@@ -33,6 +36,8 @@ class EngineReplica:
 
     async def __init__(self, config: EngineConfig, model_name: str) -> None:  # type: ignore[misc]  # Serve awaits it
         self._replica = serve.get_replica_context().replica_id.unique_id
+        self._channels = ChannelServer()
+        self._address = await self._channels.start(ray.util.get_node_ip_address())
         self._engine = AsyncEngine(config)
         self._info = await self._engine.start()
         logger.info("engine ready: %s", self._info)
@@ -45,9 +50,10 @@ class EngineReplica:
     async def generate(self, call: GenerateCall) -> AsyncIterator[bytes]:
         """Stream one sequence as encoded ``Chunk``s; a ``Refusal`` may be the first item, or the last.
 
-        The first chunk leaves at once. Later ones leave as often as this process can bear, each with all that came
-        since the one before.
+        Where the calling ingress has a channel to this replica the chunks go there and none are yielded. Else the
+        first chunk leaves at once, and later ones as often as this process can bear, each with all that came since.
         """
+        lane = self._channels.lane(call.ingress)
         self._open[call.ingress] += 1
         self._newest[call.ingress] = max(call.number, self._newest.get(call.ingress, 0))
         deltas = self._engine.generate(
@@ -55,9 +61,15 @@ class EngineReplica:
         )
         try:
             async for delta in deltas:
-                yield encode(_chunk(delta))
-                if delta.finish_reason is None and self._pacer.pause:
-                    await asyncio.sleep(self._pacer.pause)
+                if lane is None:
+                    yield encode(_chunk(delta))
+                    if delta.finish_reason is None and self._pacer.pause:
+                        await asyncio.sleep(self._pacer.pause)
+                elif lane.closed:
+                    yield encode(Refusal("dead", "the connection to the ingress was lost", self._replica))
+                    return
+                else:
+                    lane.push(call.number, _chunk(delta))
         except InvalidRequestError as error:
             yield encode(Refusal("invalid", error.message, self._replica, param=error.param, code=error.code))
         except EngineOverloadedError as error:
@@ -74,6 +86,10 @@ class EngineReplica:
         if call.clip and limit is not None and limit > room >= 1:
             return replace(call.params, max_tokens=room, min_tokens=min(call.params.min_tokens, room))
         return call.params
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Told to every router once, when the replica is up."""
+        return {"channel": msgspec.to_builtins(self._address)}
 
     def check_health(self) -> None:
         """Raises ``EngineDeadError`` once the engine process has ended: Serve then replaces this replica."""
@@ -117,6 +133,8 @@ class EngineReplica:
     async def __del__(self) -> None:
         for task in getattr(self, "_background", ()):  # __init__ may have failed half-way
             task.cancel()
+        if (channels := getattr(self, "_channels", None)) is not None:
+            await channels.stop()
         if (engine := getattr(self, "_engine", None)) is not None:
             await engine.stop()
 

@@ -7,24 +7,29 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import suppress
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.channel import Address, ChannelClient
 from deployments.config import IngressConfig
 from deployments.ingress.errors import ApiError, internal, overloaded, unavailable
-from deployments.messages import Chunk, GenerateCall, Refusal, decode
-from deployments.routing.registry import ROUTERS
+from deployments.messages import Chunk, GenerateCall, Refusal, decode, merged
+from deployments.pacing import Pacer
+from deployments.routing import registry
 from nanoengine.sampling.params import SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 0.05
+LAST_CHUNK_S = 2.0
 
 
 class EngineClient:
@@ -36,10 +41,13 @@ class EngineClient:
         self._config = config
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
+        self._inboxes: dict[int, _Inbox] = {}  # by call number
+        self._pacer = Pacer()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def available(self) -> bool:
         """Whether a replica is known to be up. Asks no engine and does not wait."""
-        router = ROUTERS.get(self._key)
+        router = registry.ROUTERS.get(self._key)
         if router is None:  # not made yet, or serve_config.yaml names another router than ours
             return bool(self._handle.running_replicas_populated())
         return router.live_replicas > 0
@@ -71,34 +79,31 @@ class EngineClient:
                 cache_salt=cache_salt,
                 avoid=avoid,
             )
+            inbox = self._inboxes[call.number] = _Inbox()
             stream = self._handle.remote(call)
+            watcher = self._spawn(_watch(stream, inbox))
             sent = ended = False
             try:
-                async for data in stream:
-                    reply = decode(data)
-                    if isinstance(reply, Refusal):
-                        if reply.kind == "dead" and may_retry and not sent:
-                            avoid = (reply.replica,)
-                            break
-                        ended = True
-                        raise self._error(reply)
-                    if reply.finish_reason == "abort":  # by the engine's side: nobody here has left
-                        ended = True
-                        raise self._gone()
-                    sent, ended = True, reply.finish_reason is not None
-                    yield reply
-                    if ended:
-                        return
-                else:
-                    raise self._gone()
-            except (RayActorError, ReplicaUnavailableError) as error:
-                logger.warning("an engine replica was lost: %s", error)
-                if sent or not may_retry:
-                    raise self._gone() from None
-            except (BackPressureError, DeploymentUnavailableError, RayTaskError) as error:
-                raise self._failure(error) from error
+                while True:
+                    reply = await inbox.take()
+                    if isinstance(reply, Chunk):
+                        if reply.finish_reason == "abort":  # by the engine's side: nobody here has left
+                            raise self._gone()
+                        sent, ended = True, reply.finish_reason is not None
+                        yield reply
+                        if ended:
+                            return
+                        if self._pacer.pause:
+                            await asyncio.sleep(self._pacer.pause)
+                    elif may_retry and not sent and _may_go_elsewhere(reply):
+                        avoid = (reply.replica,) if isinstance(reply, Refusal) else ()
+                        break
+                    else:
+                        raise self._error(reply) from (reply if isinstance(reply, BaseException) else None)
             finally:
-                if not ended:
+                del self._inboxes[call.number]
+                if not ended:  # else the watcher sees the call to its end
+                    watcher.cancel()
                     with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
                         stream.cancel()
 
@@ -112,17 +117,100 @@ class EngineClient:
     def _gone(self) -> ApiError:
         return unavailable("the engine that served this request has ended; try again", self._config.retry_after_s)
 
-    def _error(self, refusal: Refusal) -> ApiError:
-        if refusal.kind == "invalid":
-            return ApiError(400, refusal.message, param=refusal.param, code=refusal.code)
-        if refusal.kind == "overloaded":
-            return overloaded(refusal.message, refusal.retry_after)
-        return self._gone()
-
-    def _failure(self, error: Exception) -> ApiError:
-        if isinstance(error, BackPressureError):
-            return overloaded("too many requests are queued; try again later", self._config.retry_after_s)
-        if isinstance(error, DeploymentUnavailableError):
-            return unavailable("no engine could be started; see `serve status`", self._config.retry_after_s)
-        logger.error("an engine replica failed: %s", error)
+    def _error(self, reply: Refusal | BaseException | None) -> ApiError:
+        """What to tell the client of a call that ended without a finish reason."""
+        match reply:
+            case Refusal(kind="invalid"):
+                return ApiError(400, reply.message, param=reply.param, code=reply.code)
+            case Refusal(kind="overloaded"):
+                return overloaded(reply.message, reply.retry_after)
+            case BackPressureError():
+                return overloaded("too many requests are queued; try again later", self._config.retry_after_s)
+            case DeploymentUnavailableError():
+                return unavailable("no engine could be started; see `serve status`", self._config.retry_after_s)
+            case Refusal(kind="dead") | RayActorError() | ReplicaUnavailableError() | None:
+                return self._gone()
+        logger.error("an engine replica failed: %s", reply)
         return internal()
+
+    def _deliver(self, number: int, chunk: Chunk) -> None:
+        if (inbox := self._inboxes.get(number)) is not None:  # else the client has left
+            inbox.put(chunk)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def run(self) -> None:
+        """Keep a channel open to each replica, and the pace. For ever; start it once, on the requests' event loop."""
+        self._spawn(self._pacer.run())
+        channels = ChannelClient(self._name, self._deliver)
+        while True:
+            if (router := registry.ROUTERS.get(self._key)) is not None:
+                told = router.replica_metadata.items()
+                channels.connect({id: msgspec.convert(data["channel"], Address) for id, data in told if data})
+            await asyncio.sleep(POLL_S)
+
+
+class _Inbox:
+    """What came for one call, from its channel or Serve's stream, and was not taken yet. Chunks that wait are merged:
+    a reader that is late gets one large chunk."""
+
+    __slots__ = ("_chunk", "_end", "_ended", "_event")
+
+    def __init__(self) -> None:
+        self._chunk: Chunk | None = None
+        self._end: Refusal | BaseException | None = None
+        self._ended = False
+        self._event = asyncio.Event()
+
+    def put(self, chunk: Chunk) -> None:
+        self._chunk = chunk if self._chunk is None else merged(self._chunk, chunk)
+        self._event.set()
+
+    def end(self, why: Refusal | BaseException | None) -> None:
+        """Serve says that the call is over."""
+        if not self._ended:
+            self._ended, self._end = True, why
+            self._event.set()
+
+    async def take(self) -> Chunk | Refusal | BaseException | None:
+        """The next chunk, or why there is none. None: the call ended, and its last chunk never came."""
+        while self._chunk is None:
+            if self._ended:
+                if self._end is None:  # a normal end, by another way than the chunks: the last may be still under way
+                    with suppress(TimeoutError):
+                        self._event.clear()
+                        await asyncio.wait_for(self._event.wait(), LAST_CHUNK_S)
+                if self._chunk is None:
+                    return self._end
+            else:
+                await self._event.wait()
+                self._event.clear()
+        chunk, self._chunk = self._chunk, None
+        return chunk
+
+
+async def _watch(stream: AsyncIterator[bytes], inbox: _Inbox) -> None:
+    """Read Serve's stream of one call to its end."""
+    try:
+        async for data in stream:
+            reply = decode(data)
+            if isinstance(reply, Refusal):
+                inbox.end(reply)
+            else:
+                inbox.put(reply)
+        inbox.end(None)
+    except (Exception, asyncio.CancelledError) as error:
+        inbox.end(error)
+        if isinstance(error, asyncio.CancelledError):
+            raise
+
+
+def _may_go_elsewhere(reply: Refusal | BaseException | None) -> bool:
+    """Whether the replica was lost, rather than the request at fault."""
+    return (isinstance(reply, Refusal) and reply.kind == "dead") or isinstance(
+        reply, (RayActorError, ReplicaUnavailableError)
+    )

@@ -6,7 +6,8 @@ Reach it as ``registry.ROUTERS``: Serve pickles a router's module by value, and 
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 
@@ -16,6 +17,10 @@ class Routing(Protocol):
     @property
     def live_replicas(self) -> int:
         """Replicas that are running and whose engines are not known to be dead."""
+
+    @property
+    def replica_metadata(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each running replica, by unique id, said of itself when it started."""
 
 
 ROUTERS: WeakValueDictionary[tuple[str, str], Routing] = WeakValueDictionary()

@@ -36,6 +36,7 @@ class EngineRouter(RequestRouter):
         self._fallback = LeastLoad()
         self._policy: RoutingPolicy = self._fallback
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self.replica_metadata: dict[str, dict[str, Any]] = {}
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -131,6 +132,7 @@ class EngineRouter(RequestRouter):
         """Serve calls this when replicas come or go, and with every new report of any of them."""
         super().update_replicas(replicas)
         self._book.update({r.replica_id.unique_id: r.routing_stats for r in replicas})
+        self.replica_metadata = {r.replica_id.unique_id: r.replica_metadata for r in replicas}
         for _ in range(len(self._waiting)):
             self._wake_next()
 

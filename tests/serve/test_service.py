@@ -13,10 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import psutil
 import pytest
+from ray import serve
 
+from deployments.messages import Chunk, GenerateCall, decode
+from nanoengine.sampling.params import SamplingParams
 from tests.serve.cluster import NAME, Cluster, config, eventually
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
@@ -99,6 +103,19 @@ def test_completions_with_the_openai_client(client: openai.OpenAI) -> None:
         texts[event.choices[0].index] += event.choices[0].text
     assert texts == [choice.text for choice in whole.choices]
     assert texts[0]
+
+
+def test_answer_is_the_same_with_and_without_a_token_channel(http: httpx.Client) -> None:
+    """This process has no channel to the replica, so its call's chunks come through Serve's stream."""
+    handle = serve.get_deployment_handle("EngineReplica", "llm").options(method_name="generate", stream=True)
+    params = SamplingParams(max_tokens=40, seed=3, temperature=1.0)
+    call = GenerateCall(
+        ingress="test", number=0, prompt=np.frombuffer(b"hello", np.uint8).astype(np.int32), params=params
+    )
+    replies = [decode(data) for data in handle.remote(call)]
+    assert all(isinstance(reply, Chunk) for reply in replies)
+    body = post(http, prompt="hello", max_tokens=40, seed=3, temperature=1).json()
+    assert "".join(reply.text for reply in replies if isinstance(reply, Chunk)) == body["choices"][0]["text"] != ""
 
 
 def test_models_and_errors_with_the_openai_client(client: openai.OpenAI) -> None:

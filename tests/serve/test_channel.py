@@ -1,0 +1,154 @@
+"""Token channels over real sockets, without Ray; and the inbox where channel and Serve's stream meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from deployments import channel
+from deployments.channel import Address, ChannelClient, ChannelServer, Lane
+from deployments.ingress import engines
+from deployments.ingress.engines import _Inbox, _watch
+from deployments.messages import Chunk, Refusal, TokenInfo, encode, merged
+
+
+def chunk(text: str, tokens: int, finish: str | None = None) -> Chunk:
+    return Chunk(text, finish, None, 5, 0, tokens, (TokenInfo(7, -0.5),))  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+class Ends:
+    """A server, and a client of the name "me"."""
+
+    def __init__(self) -> None:
+        self.server = ChannelServer()
+        self.got: dict[int, list[Chunk]] = defaultdict(list)
+        self.client = ChannelClient("me", lambda number, chunk: self.got[number].append(chunk))
+
+    async def connect(self) -> Lane:
+        self.address = await self.server.start("127.0.0.1")
+        self.client.connect({"r": self.address})
+        await until(lambda: self.server.lane("me"))
+        lane = self.server.lane("me")
+        assert lane is not None
+        return lane
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.client.connect({})
+    await ends.server.stop()
+
+
+async def test_chunks_of_one_turn_travel_together(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = []
+    frame = channel._frame
+    lane = await ends.connect()
+    monkeypatch.setattr(channel, "_frame", lambda message: frames.append(message) or frame(message))
+    for number in range(50):
+        lane.push(number, chunk("a", 1))
+    lane.push(3, chunk("b", 2, "stop"))
+    await until(lambda: len(ends.got) == 50)
+    assert len(frames) == 1, "one frame, not one per sequence"
+    (both,) = ends.got[3]
+    assert (both.text, both.completion_tokens, both.finish_reason) == ("ab", 2, "stop")
+    assert both.logprobs is not None
+    assert len(both.logprobs) == 2
+
+
+async def test_slow_reader_gets_fewer_and_larger_chunks_and_loses_nothing(ends: Ends) -> None:
+    lane = await ends.connect()
+    text = "".join(chr(97 + i % 26) for i in range(20_000))
+    for i, letter in enumerate(text):
+        lane.push(1, chunk(letter, i + 1))
+        if i % 100 == 0:
+            await asyncio.sleep(0)
+    await until(lambda: ends.got[1] and ends.got[1][-1].completion_tokens == len(text))
+    assert "".join(c.text for c in ends.got[1]) == text
+    assert len(ends.got[1]) < 1000
+
+
+async def test_wrong_secret_opens_no_lane(ends: Ends) -> None:
+    await ends.connect()
+    stranger = ChannelClient("stranger", lambda number, chunk: None)
+    stranger.connect({"r": Address(ends.address.host, ends.address.port, "guess")})
+    await asyncio.sleep(0.2)
+    assert ends.server.lane("stranger") is None
+    stranger.connect({})
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff" * 64, b"\x04\0\0\0\xc1\xc1\xc1\xc1"])
+async def test_garbage_harms_nobody(ends: Ends, garbage: bytes) -> None:
+    lane = await ends.connect()
+    _, writer = await asyncio.open_connection(ends.address.host, ends.address.port)
+    writer.write(garbage)
+    writer.close()
+    lane.push(1, chunk("a", 1))
+    await until(lambda: ends.got[1])
+
+
+async def test_lost_connection_closes_the_lane_and_is_opened_again(ends: Ends) -> None:
+    lane = await ends.connect()
+    lane._writer.close()
+    await until(lambda: lane.closed)
+    await until(lambda: ends.server.lane("me") not in (None, lane))
+
+
+async def test_replica_that_leaves_is_left(ends: Ends) -> None:
+    lane = await ends.connect()
+    ends.client.connect({})
+    await until(lambda: lane.closed)
+    assert ends.server.lane("me") is None
+
+
+def test_merged_chunks_keep_order_and_the_later_counts() -> None:
+    both = merged(chunk("a", 1), chunk("b", 3, "length"))
+    assert (both.text, both.completion_tokens, both.finish_reason) == ("ab", 3, "length")
+    assert len(both.logprobs or ()) == 2
+
+
+async def stream(*replies: Chunk | Refusal | Exception) -> AsyncIterator[bytes]:
+    for reply in replies:
+        await asyncio.sleep(0)
+        if isinstance(reply, Exception):
+            raise reply
+        yield encode(reply)
+
+
+async def test_inbox_gives_chunks_before_the_end() -> None:
+    inbox = _Inbox()
+    refusal = Refusal("dead", "gone", "r")
+    await _watch(stream(chunk("a", 1), chunk("b", 2), refusal), inbox)
+    taken = await inbox.take()
+    assert isinstance(taken, Chunk)
+    assert taken.text == "ab"
+    assert await inbox.take() == refusal
+
+
+async def test_inbox_waits_for_a_last_chunk_that_comes_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "LAST_CHUNK_S", 0.2)
+    inbox = _Inbox()
+    await _watch(stream(), inbox)
+    taking = asyncio.create_task(inbox.take())
+    await asyncio.sleep(0.02)
+    inbox.put(chunk("a", 1, "stop"))
+    assert isinstance(await taking, Chunk)
+    assert await inbox.take() is None, "and gives up where none comes"
+
+
+async def test_inbox_passes_on_what_the_stream_raised() -> None:
+    inbox = _Inbox()
+    error = RuntimeError("lost")
+    await _watch(stream(chunk("a", 1), error), inbox)
+    assert isinstance(await inbox.take(), Chunk)
+    assert await inbox.take() is error
