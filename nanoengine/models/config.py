@@ -69,13 +69,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
-            _check(getattr(self, name) > 0, f"{name} must be positive, got {getattr(self, name)}")
+            value = getattr(self, name)
+            _check(isinstance(value, int) and value > 0, f"{name} must be a positive integer, got {value!r}")
         _check(
             self.num_heads % self.num_kv_heads == 0,
             f"{self.num_heads} heads do not divide into {self.num_kv_heads} key-value heads",
         )
         _check(self.head_dim > 0 and self.head_dim % 2 == 0, f"head_dim must be even and positive: {self.head_dim}")
         _check(self.max_position > 0, f"max_position must be positive, got {self.max_position}")
+        eos = self.eos_token_ids
+        _check(all(isinstance(token, int) for token in eos), f"eos_token_id must be token ids, got {eos!r}")
+        # An id beyond the vocabulary (some configurations name one) can never be sampled.
+        object.__setattr__(self, "eos_token_ids", tuple(token for token in eos if 0 <= token < self.vocab_size))
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         _check(len(self.windows) == self.num_layers, f"{self.num_layers} layers, but {len(self.windows)} layer types")

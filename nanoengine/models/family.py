@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanoengine.errors import ModelLoadError
+
 HFConfig = Mapping[str, Any]
 """config.json, with the family's ``defaults`` under it."""
 
@@ -34,4 +36,6 @@ def sliding_upper_layers(config: HFConfig) -> tuple[int | None, ...]:
     types = config.get("layer_types") or [
         "full_attention" if layer < config["max_window_layers"] else "sliding_attention" for layer in range(layers)
     ]
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise ModelLoadError(f"layer types {', '.join(sorted(unknown))} are not supported")
     return tuple(config["sliding_window"] if kind == "sliding_attention" else None for kind in types)

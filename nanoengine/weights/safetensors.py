@@ -23,10 +23,10 @@ def stored_tensors(root: Path) -> Iterator[StoredTensor]:
     for path, names in _shards(root).items():
         try:
             with safe_open(path, framework="pt") as file:
-                held = set(file.keys())
-                if lost := sorted((names or held) - held):
+                held = file.keys()
+                if lost := sorted(set(names or held) - set(held)):
                     raise ModelLoadError(f"{path} lacks {', '.join(lost)}, which the index places there")
-                for name in sorted(names or held):
+                for name in names or held:
                     yield StoredTensor(name, tuple(file.get_slice(name).get_shape()), partial(_read_into, file, name))
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path} cannot be read, download it again: {error}") from error
@@ -36,20 +36,11 @@ def _read_into(file: safe_open, name: str, target: Tensor) -> None:
     target.copy_(file.get_tensor(name))
 
 
-def _shards(root: Path) -> dict[Path, set[str] | None]:
+def _shards(root: Path) -> dict[Path, list[str] | None]:
     """Files to read and the tensors wanted from each; None is all of them."""
     index = root / "model.safetensors.index.json"
     if index.exists():
-        try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-            shards: dict[Path, set[str] | None] = {}
-            for name, file in weight_map.items():
-                names = shards.setdefault(root / file, set())
-                assert names is not None
-                names.add(name)
-            return shards
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelLoadError(f"{index} is not a safetensors index: {error!r}") from error
+        return _indexed(index)
     single = root / "model.safetensors"
     if single.exists():
         return {single: None}
@@ -57,7 +48,16 @@ def _shards(root: Path) -> dict[Path, set[str] | None]:
     files = sorted(root.glob("*.safetensors"))
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
-        raise ModelLoadError(
-            f"{root} needs model.safetensors or model.safetensors.index.json; safetensors files there: {found}"
-        )
+        raise ModelLoadError(f"{root} has no model.safetensors and no index; safetensors files there: {found}")
     return {files[0]: None}
+
+
+def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is not a safetensors index: {error!r}") from error
+    if outside := [file for file in files if Path(file).name != file]:
+        raise ModelLoadError(f"{index} names files outside its folder: {', '.join(outside)}")
+    return {index.parent / file: [name for name in weight_map if weight_map[name] == file] for file in files}

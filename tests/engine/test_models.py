@@ -104,7 +104,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_blocks_and_chunks_change_nothing(pair: tuple[CausalLM, Any], block_size: int, chunk: int | None) -> None:
     ours, theirs = pair
     sequences = prompts(seed=block_size)
-    for tokens, hidden in zip(sequences, paged_hidden(ours, sequences, block_size=block_size, chunk=chunk), strict=True):
+    for tokens, hidden in zip(
+        sequences, paged_hidden(ours, sequences, block_size=block_size, chunk=chunk), strict=True
+    ):
         torch.testing.assert_close(logprobs(ours, hidden), reference_logprobs(theirs, tokens), atol=2e-4, rtol=1e-4)
 
 

@@ -179,9 +179,7 @@ def test_divisors_are_llama3_as_gguf_stores_it(tmp_path: Path) -> None:
 def rope_of(folder: Path, **settings: Any) -> ModelConfig:
     config = tiny_config(max_position_embeddings=TRAINED).to_dict()
     config.pop("rope_parameters")
-    folder.joinpath("config.json").write_text(
-        json.dumps({**config, "architectures": ["LlamaForCausalLM"], **settings})
-    )
+    folder.joinpath("config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"], **settings}))
     return load_model_config(ModelFiles(folder, "safetensors"))
 
 
