@@ -50,11 +50,6 @@ from nanoengine.sampling.params import SamplingParams
 logger = logging.getLogger("ray.serve")
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
-STREAM_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")],
-}
 
 
 class Engines(Protocol):
@@ -275,7 +270,7 @@ class Api:
                             continue
                         if not begun:  # only now: until the first token a failure has a status of its own
                             begun = True
-                            await send(STREAM_START)
+                            await send(_stream_start())
                         await send(_body(job.format.event(index, chunk)))
                 reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
                 usage = usage_of(choices, job.n)
@@ -407,6 +402,12 @@ async def _read(request: Request, limit: int) -> bytes:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _stream_start() -> dict[str, Any]:
+    # Made anew for each: servers append their own headers to the list that they are given.
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
 def _body(data: bytes, *, more: bool = True) -> dict[str, Any]:

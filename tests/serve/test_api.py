@@ -149,6 +149,28 @@ async def test_no_usage_chunk_unless_asked(service: Service, options: dict[str, 
     assert all(len(event["choices"]) == 1 and "usage" not in event for event in events)
 
 
+async def test_no_header_of_one_answer_gets_into_another(service: Service) -> None:
+    """Serve's HTTP server appends to the headers that it is given, so no two answers may share a list."""
+    app = service.api.app()
+    given: list[int] = []
+
+    async def server(scope: Any, receive: Any, send: Any) -> None:
+        async def append(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                given.append(len(message["headers"]))
+                message["headers"].append((b"x-request-id", b"1"))
+            await send(message)
+
+        await app(scope, receive, append)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server), base_url="http://test") as http:
+        for stream in (True, False):
+            given.clear()
+            for _ in range(3):
+                await http.post(CHAT, json={"model": "m", "messages": MESSAGES, "stream": stream})
+            assert len(set(given)) == 1, given
+
+
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
