@@ -118,16 +118,18 @@ def _from_byte_fallback(token: str) -> bytes:
 
 
 class TextDecoder:
-    """Text of tokens that arrive in any number of instalments; never gives out half a character."""
+    """Text of tokens that arrive in any number of instalments; never gives out half a character.
 
-    def __init__(self, table: TokenBytes, at_start: bool) -> None:
-        """``at_start``: no token with text came before, so a leading space that only marks the start is dropped."""
+    A leading space that only marks the start of a text is dropped.
+    """
+
+    def __init__(self, table: TokenBytes) -> None:
         self._table = table
         self._bytes_of = table.__getitem__
         self._errors = table.errors
         self._rest = b""  # the start of an unfinished character
-        self._first = at_start and bool(table.mark)
-        self._strips = table.strips[1] if at_start else 0
+        self._first = bool(table.mark)
+        self._strips = table.strips[1]
 
     def push(self, token_ids: Sequence[int], final: bool) -> str:
         """Text that the tokens complete. ``final``: nothing follows, so what is unfinished becomes U+FFFD."""

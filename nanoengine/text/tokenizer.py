@@ -82,11 +82,11 @@ class Tokenizer:
     def decoder(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> TextDecoder:
         """A decoder for tokens that come one by one after ``prompt_ids``."""
         table = self._visible_bytes if skip_special_tokens else self._bytes
+        decoder = TextDecoder(table)
         last = next((i for i in range(len(prompt_ids) - 1, -1, -1) if table[prompt_ids[i]]), None)
-        decoder = TextDecoder(table, at_start=last is None)
-        if last is not None:
-            # A prompt of raw ids may end inside a character; four tokens hold all bytes of it.
-            decoder.push(prompt_ids[max(0, last - 3) : last + 1], final=False)
+        if last is not None:  # the prompt has text, so its start is past
+            # It may end inside a character, if it came as ids: three tokens hold all bytes of what is unfinished.
+            decoder.push(prompt_ids[max(0, last - 2) : last + 1], final=False)
         return decoder
 
     def token_bytes(self, token_id: int) -> bytes:

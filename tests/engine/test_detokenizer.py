@@ -241,6 +241,8 @@ def test_min_tokens_lets_stop_strings_pass():
         params = SamplingParams(stop=("S",), min_tokens=min_tokens)
         assert stream(Detokenizer(tokenizer, params), [ids])[:3] == want
         assert stream(Detokenizer(tokenizer, params), [[i] for i in ids])[:3] == want
+    passed = Detokenizer(tokenizer, SamplingParams(stop=("S", "bS"), min_tokens=5))
+    assert [passed.push([i], False).text for i in ids] == ["a", "S", "", "bS", "c"]  # what is past is not held back
 
 
 @pytest.mark.parametrize("include", [False, True])

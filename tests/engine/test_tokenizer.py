@@ -187,8 +187,8 @@ def test_decoders_that_cannot_be_streamed_are_refused(decoder):
 
 
 def write_gguf(path: Path, model: str, tokens: list[str], **metadata: object) -> ModelFiles:
-    types = [3 if token in SPECIAL else 6 if regex.fullmatch("<0x..>", token) else 1 for token in tokens]
-    types[0] = 2  # "<unk>"
+    kinds = {"<unk>": 2, "<tool call>": 4} | dict.fromkeys(SPECIAL[1:], 3)  # unknown, user-defined, control
+    types = [6 if regex.fullmatch("<0x..>", token) else kinds.get(token, 1) for token in tokens]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
@@ -269,6 +269,7 @@ SPLITS = {
 def test_gguf_byte_level_equals_a_naive_bpe(tmp_path, pre):
     split = SPLITS[pre]
     vocab, merges = byte_level_parts(split)
+    vocab = vocab | {"zebra": len(vocab)}  # which no merges lead to
     tokens = sorted(vocab, key=vocab.__getitem__)
     spelled = [" ".join(merge) for merge in merges]
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", "gpt2", tokens, merges=spelled, pre=pre))
@@ -281,7 +282,7 @@ def test_gguf_byte_level_equals_a_naive_bpe(tmp_path, pre):
             want += naive_encode(part, split, vocab, merges, nfc=pre == "qwen2", whole=pre == "llama-bpe")
         assert ids == want
 
-    for text in AWKWARD:
+    for text in [*AWKWARD, "zebra a zebra"]:
         check(text)
     given(st.text(st.sampled_from("aA e1٣\n\r\t .,'🙂é你<|_\u00a0"), max_size=30))(settings(max_examples=150)(check))()
 
@@ -323,7 +324,7 @@ def test_gguf_sentence_piece_equals_naive_merging_by_score(tmp_path):
 )
 def test_gguf_flags(tmp_path, metadata, first, last):
     vocab, merges = byte_level_parts(GPT2_SPLIT)
-    tokens = sorted(vocab, key=vocab.__getitem__)
+    tokens = [*sorted(vocab, key=vocab.__getitem__), "<tool call>"]
     spelled = [" ".join(merge) for merge in merges]
     files = write_gguf(
         tmp_path / "m.gguf",
@@ -343,6 +344,8 @@ def test_gguf_flags(tmp_path, metadata, first, last):
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template) == ("<s>", "</s>", "T")
     assert tokenizer.special_ids == {0, 1, 2, 3, 4}
     assert tokenizer.vocab_size == len(tokens)
+    assert tokenizer.encode("<tool call>")[len(first)] == len(tokens) - 1  # found whole, and shown: it is not special
+    assert tokenizer.decode(tokenizer.encode("a<tool call>b")) == "a<tool call>b"
 
 
 @pytest.mark.parametrize(
