@@ -48,5 +48,7 @@ def build(args: AppArgs) -> Application:
     Replicas, resources, router and autoscaling are not set here but in serve_config.yaml, all of them: Serve replaces
     such blocks of code by those of the file, and never merges them.
     """
-    engine = serve.deployment(EngineReplica, name="EngineReplica").bind(args.engine, args.model_names[0])
+    engine = serve.deployment(EngineReplica, name="EngineReplica").bind(
+        args.engine, args.model_names[0], args.engine_stall_s
+    )
     return serve.deployment(Ingress, name="Ingress").bind(engine, args)

@@ -48,6 +48,9 @@ class AppArgs(BaseModel):
         (), description="Names that clients may give as `model`; empty takes engine.model's."
     )
     engine: EngineConfig = EngineConfig()
+    engine_stall_s: float = Field(
+        60, gt=0, description="An engine that has requests and made no step for so long is ended and replaced."
+    )
     ingress: IngressConfig = IngressConfig()
 
     @model_validator(mode="before")

@@ -1,8 +1,8 @@
-"""Metrics under vLLM's names, so that dashboards made for vLLM work as they are.
+"""Metrics under vLLM's names, so that dashboards made for vLLM behind Ray work as they are.
 
-Ray rewrites ``:`` to ``_`` and puts ``ray_`` before: ``vllm:num_requests_running`` is scraped as
-``ray_vllm_num_requests_running``. Nothing here runs per token: engine figures are set from its load report once a
-second, latencies are observed once a chunk or once a request.
+Ray puts ``ray_`` before a name and allows no colon in it, so vLLM's ``vllm:num_requests_running`` is scraped as
+``ray_vllm_num_requests_running``, here and under Ray Serve LLM alike. Nothing here runs per token: engine figures are
+set from its load report once a second, latencies are observed once a chunk or once a request.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -28,13 +29,13 @@ from nanoengine.outputs import Delta, Load
 
 logger = logging.getLogger("ray.serve")
 
-METRICS_PERIOD_S = 1.0
+WATCH_PERIOD_S = 1.0
 
 
 class EngineReplica:
     """One engine behind a Serve handle. ``generate`` is the only method that requests use."""
 
-    async def __init__(self, config: EngineConfig, model_name: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: EngineConfig, model_name: str, stall_s: float) -> None:  # type: ignore[misc]  # Serve awaits it
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._channels = ChannelServer()
         self._address = await self._channels.start(ray.util.get_node_ip_address())
@@ -44,8 +45,9 @@ class EngineReplica:
         self._open: Counter[str] = Counter()  # sequences of each ingress that are here now
         self._newest: dict[str, int] = {}  # highest call number seen of each
         self._metrics = EngineMetrics(model_name)
+        self._stall_s = stall_s
         self._pacer = Pacer()
-        self._background = [asyncio.create_task(self._pacer.run()), asyncio.create_task(self._report_metrics())]
+        self._background = [asyncio.create_task(self._pacer.run()), asyncio.create_task(self._watch_engine())]
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[bytes]:
         """Stream one sequence as encoded ``Chunk``s; a ``Refusal`` may be the first item, or the last.
@@ -125,10 +127,18 @@ class EngineReplica:
         """The engine's last report, whole."""
         return self._engine.load()
 
-    async def _report_metrics(self) -> None:
-        while True:
-            await asyncio.sleep(METRICS_PERIOD_S)
-            self._metrics.update(self._engine.load())
+    async def _watch_engine(self) -> None:
+        """Report metrics, and end an engine that stands still: its process lives, and nothing else would notice."""
+        steps, since = 0, time.monotonic()
+        while self._engine.dead is None:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            load = self._engine.load()
+            self._metrics.update(load)
+            if load.steps != steps or not self._open.total():
+                steps, since = load.steps, time.monotonic()
+            elif time.monotonic() - since > self._stall_s:
+                logger.error("the engine has requests and made no step for %.0f s: ending it", self._stall_s)
+                await self._engine.stop()  # fails its streams at once, and makes this replica's health red
 
     async def __del__(self) -> None:
         for task in getattr(self, "_background", ()):  # __init__ may have failed half-way

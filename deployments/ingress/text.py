@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from nanoengine.text.chat import ChatTemplate
 from nanoengine.text.tokenizer import Tokenizer
 

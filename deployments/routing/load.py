@@ -9,7 +9,7 @@ one router, and right up to the others' last second for several.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ class LoadBook:
 
     def __init__(self) -> None:
         self.ingress = ""  # under which name reports count this router's own calls
+        self.dead: frozenset[str] = frozenset()  # replicas that said that their engine ended
         self._entries: dict[str, _Entry] = {}
 
     def update(self, reports: Mapping[str, Mapping[str, Any] | None]) -> None:
@@ -81,6 +82,7 @@ class LoadBook:
                 held.tokens for queue in entry.held.values() for held in queue if held.call > entry.report.newest
             )
             entry.refresh()
+        self.dead = frozenset(replica for replica in reports if self._entries[replica].report.dead)
 
     def _read(self, stats: Mapping[str, Any]) -> _Report:
         try:
@@ -129,10 +131,10 @@ class LoadBook:
         entry = self._entries.get(replica)
         return entry.load if entry else ReplicaLoad(replica, 0, 0)
 
-    def dead(self, replica: str) -> bool:
-        """Whether the replica said that its engine ended."""
-        entry = self._entries.get(replica)
-        return entry is not None and entry.report.dead
+    def loads(self, replicas: Iterable[str]) -> list[ReplicaLoad]:
+        """``load`` of each, in order."""
+        entries = self._entries
+        return [entries[name].load if name in entries else ReplicaLoad(name, 0, 0) for name in replicas]
 
     @property
     def reserved(self) -> int:

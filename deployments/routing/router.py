@@ -36,6 +36,7 @@ class EngineRouter(RequestRouter):
         self._fallback = LeastLoad()
         self._policy: RoutingPolicy = self._fallback
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._by_id: dict[str, RunningReplica] = {}
         self.replica_metadata: dict[str, dict[str, Any]] = {}
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
 
@@ -52,7 +53,7 @@ class EngineRouter(RequestRouter):
 
     @property
     def live_replicas(self) -> int:
-        return sum(not self._book.dead(id.unique_id) for id in list(self._replicas))
+        return len(self._by_id.keys() - self._book.dead)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
@@ -64,12 +65,11 @@ class EngineRouter(RequestRouter):
             call = None
         attempt = 0
         while True:
-            while not self._replicas:
+            while not self._by_id:
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
-            candidates = [replica for replica in self._candidates(call) if self._has_room(replica)]
-            if candidates:
-                chosen = self._choose(call, candidates)
+            chosen = self._choose(call)
+            if chosen is not None:
                 # Choosing and reserving are one step, with no await between: of two calls the second sees the first.
                 self._book.reserve(
                     chosen.replica_id.unique_id,
@@ -83,26 +83,39 @@ class EngineRouter(RequestRouter):
             if attempt % 4 == 0:  # counts may be stale where other ingresses fill the same replicas
                 await self._probe_queue_lens(list(self._replicas.values()), 0)
 
-    def _candidates(self, call: GenerateCall | None) -> list[RunningReplica]:
+    def _choose(self, call: GenerateCall | None) -> RunningReplica | None:
+        """The policy's choice among those with room; None where all are full."""
+        candidates = self._candidates(call)
+        while candidates:
+            id = self._ask_policy(call, candidates)
+            if self._has_room(self._by_id[id]):
+                return self._by_id[id]
+            candidates = [other for other in candidates if other != id]
+        return None
+
+    def _candidates(self, call: GenerateCall | None) -> list[str]:
         """Replicas that may serve the call. Where all are dead or failed it before, any: a hint must not hang it."""
-        everyone = list(self._replicas.values())
-        live = [r for r in everyone if not self._book.dead(r.replica_id.unique_id)] or everyone
-        avoid = call.avoid if call else ()
-        return [r for r in live if r.replica_id.unique_id not in avoid] or live
+        everyone = list(self._by_id)
+        if not self._book.dead and not (call and call.avoid):
+            return everyone
+        live = [id for id in everyone if id not in self._book.dead] or everyone
+        return [id for id in live if not call or id not in call.avoid] or live
+
+    def _ask_policy(self, call: GenerateCall | None, candidates: list[str]) -> str:
+        loads = self._book.loads(candidates)
+        request = RouteRequest(call.prompt, call.cache_salt) if call else RouteRequest(np.empty(0, np.int32))
+        try:
+            chosen = self._policy.choose(request, loads)
+            if chosen in candidates:
+                return chosen
+            logger.error("the routing policy chose %r, which is none of its candidates", chosen)
+        except Exception:
+            logger.exception("the routing policy failed; taking the least loaded replica")
+        return self._fallback.choose(request, loads)
 
     def _has_room(self, replica: RunningReplica) -> bool:
         known = self._replica_queue_len_cache.get(replica.replica_id)
         return known is None or known < replica.max_ongoing_requests
-
-    def _choose(self, call: GenerateCall | None, candidates: list[RunningReplica]) -> RunningReplica:
-        by_id = {replica.replica_id.unique_id: replica for replica in candidates}
-        loads = [self._book.load(id) for id in by_id]
-        request = RouteRequest(call.prompt, call.cache_salt) if call else RouteRequest(np.empty(0, np.int32))
-        try:
-            return by_id[self._policy.choose(request, loads)]
-        except Exception:
-            logger.exception("the routing policy failed; taking the least loaded replica")
-            return by_id[self._fallback.choose(request, loads)]
 
     async def _wait_for_room(self) -> None:
         """Wait for a completion, first come first served, or a little while."""
@@ -131,10 +144,16 @@ class EngineRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve calls this when replicas come or go, and with every new report of any of them."""
         super().update_replicas(replicas)
+        self._by_id = {r.replica_id.unique_id: r for r in replicas}
         self._book.update({r.replica_id.unique_id: r.routing_stats for r in replicas})
         self.replica_metadata = {r.replica_id.unique_id: r.replica_metadata for r in replicas}
         for _ in range(len(self._waiting)):
             self._wake_next()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Serve calls this when a call finds a replica gone, before the controller has noticed."""
+        super().on_replica_actor_died(replica_id)
+        self._by_id.pop(replica_id.unique_id, None)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -142,10 +161,8 @@ class EngineRouter(RequestRouter):
         """The abstract method of the base class, which only ``handle.choose_replica(_reserve=False)`` still reaches."""
         call = pending_request.args[0] if pending_request and pending_request.args else None
         call = call if isinstance(call, GenerateCall) else None
-        rest = list(candidate_replicas)
+        rest = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranks = []
         while rest:
-            chosen = self._choose(call, rest)
-            ranks.append([chosen])
-            rest.remove(chosen)
+            ranks.append([rest.pop(self._ask_policy(call, list(rest)))])
         return ranks

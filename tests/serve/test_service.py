@@ -349,6 +349,22 @@ def test_last_engine_death(cluster: Cluster) -> None:
         assert cluster.healthy()
 
 
+def test_frozen_engine(cluster: Cluster) -> None:
+    """A process that stands still is found out, its requests are told, and it is replaced."""
+    cluster.deploy(fixed(1, args__engine_stall_s=2))
+    eventually(lambda: cluster.replicas() == 1 and len(engine_processes(cluster)) == 1, 30, "one replica")
+    (engine,) = engine_processes(cluster)
+    with httpx.Client(base_url=cluster.url, timeout=30) as http:
+        assert post(http, prompt="x", max_tokens=2).status_code == 200
+        engine.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        response = post(http, prompt="x", max_tokens=2)
+        assert response.status_code == 503, response.text
+        assert time.monotonic() - start < 10
+        eventually(lambda: post(http, prompt="x", max_tokens=2).status_code == 200, 60, "recovery")
+    eventually(lambda: not engine.is_running(), 15, "its end")
+
+
 # -- scale -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,193 @@
+"""Contract with Ray's private request router, which pyproject.toml pins for: run this first after raising the pin."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.request_router import PendingRequest, RequestRouter
+
+from deployments.messages import GenerateCall
+from deployments.routing import registry
+from deployments.routing.router import EngineRouter
+from nanoengine.sampling.params import SamplingParams
+
+DEPLOYMENT = DeploymentID(name="EngineReplica", app_name="llm")
+
+
+def replica(name: str, limit: int = 100, **stats: Any) -> Any:
+    async def get_queue_len(*, deadline_s: float) -> int:
+        return 0
+
+    return SimpleNamespace(
+        replica_id=ReplicaID(name, DEPLOYMENT),
+        max_ongoing_requests=limit,
+        routing_stats=stats,
+        replica_metadata={},
+        get_queue_len=get_queue_len,
+    )
+
+
+def pending(call: Any = None, request_id: str = "r") -> PendingRequest:
+    metadata = RequestMetadata(request_id=request_id, internal_request_id=request_id)
+    return PendingRequest(args=[call] if call is not None else [], kwargs={}, metadata=metadata)
+
+
+def call(number: int = 0, tokens: int = 10, avoid: tuple[str, ...] = ()) -> GenerateCall:
+    prompt = np.zeros(tokens, np.int32)
+    return GenerateCall(ingress="me", number=number, prompt=prompt, params=SamplingParams(), avoid=avoid)
+
+
+async def choose(router: EngineRouter, request: PendingRequest) -> str:
+    return str((await asyncio.wait_for(router._choose_replica_for_request(request), 5)).replica_id.unique_id)
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[EngineRouter]:
+    router = EngineRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
+    router.initialize_state(policy="least_load")
+    router.update_replicas([replica("a"), replica("b")])
+    yield router
+    await asyncio.sleep(0.01)  # its own probes
+
+
+def test_base_class_still_has_what_we_override_and_use() -> None:
+    choose = inspect.signature(RequestRouter._choose_replica_for_request)
+    assert list(choose.parameters) == ["self", "pending_request", "is_retry"]
+    completed = inspect.signature(RequestRouter.on_request_completed)
+    assert list(completed.parameters) == ["self", "replica_id", "internal_request_id"]
+    for name in ("update_replicas", "initialize_state", "choose_replicas", "_probe_queue_lens"):
+        assert hasattr(RequestRouter, name)
+
+
+async def test_is_found_by_the_ingress(router: EngineRouter) -> None:
+    assert registry.ROUTERS["llm", "EngineReplica"] is router
+    assert router.live_replicas == 2
+    router.update_replicas([replica("a", dead=True), replica("b")])
+    assert router.live_replicas == 1
+
+
+async def test_burst_is_spread_by_reservations(router: EngineRouter) -> None:
+    counts = Counter([await choose(router, pending(call(number), f"r{number}")) for number in range(20)])
+    assert counts == {"a": 10, "b": 10}
+
+
+async def test_fan_out_under_one_request_id(router: EngineRouter) -> None:
+    chosen = await asyncio.gather(*(choose(router, pending(call(number), "same")) for number in range(64)))
+    assert Counter(chosen) == {"a": 32, "b": 32}
+    for name in chosen:
+        router.on_request_completed(ReplicaID(name, DEPLOYMENT), "same")
+    assert router._book.reserved == 0
+
+
+@pytest.mark.parametrize(
+    "argument", [None, "text", {"prompt": "x"}, call(tokens=0), 7], ids=["none", "text", "dict", "empty", "number"]
+)
+async def test_strange_arguments_are_routed(router: EngineRouter, argument: Any) -> None:
+    assert await choose(router, pending(argument)) in ("a", "b")
+
+
+async def test_failing_policy_costs_the_hint_not_the_request(router: EngineRouter) -> None:
+    def fail(*args: Any) -> str:
+        raise RuntimeError("broken")
+
+    router._policy = SimpleNamespace(choose=fail)
+    assert {await choose(router, pending(call(n), f"r{n}")) for n in range(4)} == {"a", "b"}
+    router._policy = SimpleNamespace(choose=lambda request, loads: "no such replica")
+    assert await choose(router, pending(call(9))) in ("a", "b")
+
+
+async def test_dead_and_failed_replicas_are_avoided_while_there_is_another(router: EngineRouter) -> None:
+    assert {await choose(router, pending(call(n, avoid=("a",)), f"r{n}")) for n in range(9)} == {"b"}
+    router.update_replicas([replica("a", dead=True), replica("b")])
+    assert {await choose(router, pending(call(n), f"s{n}")) for n in range(9)} == {"b"}
+    assert await choose(router, pending(call(avoid=("b",)))) == "b", "a hint must not hang a request"
+    router.update_replicas([replica("a", dead=True), replica("b", dead=True)])
+    assert await choose(router, pending(call())) in ("a", "b")
+
+
+async def test_waits_for_a_replica(router: EngineRouter) -> None:
+    router.update_replicas([])
+    choosing = asyncio.create_task(choose(router, pending(call())))
+    await asyncio.sleep(0.05)
+    assert not choosing.done()
+    router.update_replicas([replica("c")])
+    assert await choosing == "c"
+
+
+async def test_full_replicas_are_waited_for_and_a_completion_wakes_at_once(router: EngineRouter) -> None:
+    router.update_replicas([replica("a", limit=1)])
+    id = ReplicaID("a", DEPLOYMENT)
+    assert await choose(router, pending(call(0), "r0")) == "a"
+    router.on_send_request(id)
+    order: list[int] = []
+
+    async def wait(number: int) -> None:
+        await choose(router, pending(call(number), f"r{number}"))
+        router.on_send_request(id)
+        order.append(number)
+
+    waiting = [asyncio.create_task(wait(number)) for number in (1, 2)]
+    await asyncio.sleep(0.05)
+    assert order == []
+    loop = asyncio.get_running_loop()
+    for number in (0, 1):
+        start = loop.time()
+        router.decrement_queue_len_cache(id)
+        router.on_request_completed(id, f"r{number}")
+        await asyncio.sleep(0.02)
+        assert order == list(range(1, number + 2)), "first come, first served"
+        assert loop.time() - start < 0.2
+    await asyncio.gather(*waiting)
+    assert not router._waiting
+
+
+async def test_cancelled_waiter_leaves_nothing(router: EngineRouter) -> None:
+    router.update_replicas([replica("a", limit=0)])
+    router.on_new_queue_len_info(ReplicaID("a", DEPLOYMENT), 5)
+    waiting = asyncio.create_task(choose(router, pending(call())))
+    await asyncio.sleep(0.02)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert not router._waiting
+    assert router._book.reserved == 0
+
+
+async def test_replica_that_died_is_not_chosen_again(router: EngineRouter) -> None:
+    router.on_replica_actor_died(ReplicaID("a", DEPLOYMENT))
+    assert {await choose(router, pending(call(n), f"r{n}")) for n in range(9)} == {"b"}
+
+
+async def test_full_replica_is_passed_over(router: EngineRouter) -> None:
+    router.update_replicas([replica("a", limit=3), replica("b", active=50)])
+    router.on_new_queue_len_info(ReplicaID("a", DEPLOYMENT), 3)
+    assert await choose(router, pending(call())) == "b", "the least loaded is full"
+
+
+async def test_decision_is_fast(router: EngineRouter) -> None:
+    rng = random.Random(0)
+    replicas = [replica(f"r{i}", active=rng.randrange(50), backlog_tokens=rng.randrange(9000)) for i in range(256)]
+    router.update_replicas(replicas)
+    times = []
+    loop = asyncio.get_running_loop()
+    for number in range(300):
+        request = pending(call(number, tokens=4096), f"r{number}")
+        start = loop.time()
+        await router._choose_replica_for_request(request)
+        times.append(loop.time() - start)
+    assert sorted(times)[150] < 0.002, f"median {sorted(times)[150] * 1e6:.0f} us of 256 replicas"
+    print(f"decision among 256 replicas: median {sorted(times)[150] * 1e6:.0f} us")
+
+
+async def test_choose_replicas_ranks_all(router: EngineRouter) -> None:
+    ranks = await router.choose_replicas(list(router.curr_replicas.values()), pending(call()))
+    assert sorted(r.replica_id.unique_id for (r,) in ranks) == ["a", "b"]
