@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from nanoengine.layers.norm import RMSNorm
 from nanoengine.models.config import load_model_config
 from nanoengine.models.registry import CausalLM, load_model
 from nanoengine.text.tokenizer import load_tokenizer
@@ -135,6 +137,16 @@ def test_half_precision_is_as_near_to_float32_as_transformers(family: str, dtype
     their_error = (reference_logprobs(theirs, tokens).float() - wanted).abs().mean()
     our_error = (logprobs(ours, paged_hidden(ours, [tokens])[0]).float() - wanted).abs().mean()
     assert 0 < our_error < 1.3 * their_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norm_is_transformers_to_the_bit(dtype: torch.dtype) -> None:
+    theirs, ours = LlamaRMSNorm(72, eps=1e-5).to(dtype), RMSNorm(72, 1e-5, dtype, CPU)
+    weight, x = torch.randn(72, dtype=dtype), 30 * torch.randn(5, 3, 72, dtype=dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(weight)
+        ours.weight.copy_(weight)
+        assert torch.equal(ours(x), theirs(x))
 
 
 def test_two_models_in_one_process_do_not_meet(tmp_path: Path) -> None:
