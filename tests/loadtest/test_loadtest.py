@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,11 @@ from loadtest.records import Record, Summary, summarise
 from loadtest.workload import Workload
 
 ROOT = Path(__file__).resolve().parents[2]
+
+# Looked for, never imported here: locust patches sockets, threads and locks of the whole process that imports it, and
+# threads that other tests left in this one would then wait for ever.
+if find_spec("locust") is None:
+    pytest.skip("locust is not installed: pip install '.[loadtest]'", allow_module_level=True)
 TTFT, ITL, TOKENS = 0.1, 0.02, 25
 
 
@@ -32,7 +38,6 @@ def mock() -> Iterator[str]:
 
 def run(host: str, folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[Record], Summary]:
     """A short headless run of the locustfile; its output, records and summary."""
-    pytest.importorskip("locust")
     path = folder / "records.jsonl"
     command = [
         *(sys.executable, "-m", "locust", "--headless", "--only-summary", "-f", "loadtest/locustfile.py"),
@@ -46,17 +51,23 @@ def run(host: str, folder: Path, *options: str) -> tuple[subprocess.CompletedPro
 def test_closed_loop_reads_the_times_that_the_server_keeps(mock: str, tmp_path: Path) -> None:
     done, found, summary = run(mock, tmp_path, "--users", "4", "--spawn-rate", "4", "--run-time", "4s")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert summary.ttft.p50 == pytest.approx(TTFT, rel=0.05)
-    assert summary.itl.p50 == pytest.approx(ITL, rel=0.05)
-    assert summary.itl.mean == pytest.approx(ITL, rel=0.05)
-    assert summary.tpot.p50 == pytest.approx(ITL, rel=0.05)
-    assert summary.e2e.p50 == pytest.approx(TTFT + (TOKENS - 1) * ITL, rel=0.05)
     ok = [record for record in found if record.outcome == "ok"]
     assert len(ok) == summary.ok >= 8
     assert {record.output_tokens for record in ok} == {len(record.token_times) for record in ok} == {TOKENS}
     assert {(r.prompt_tokens, r.cached_tokens, r.finish_reason, r.request_id) for r in ok} == {(7, 5, "length", "mock")}
     assert summary.output_tokens == TOKENS * summary.ok
     assert re.search(r"time to first token +\d+\.\d", done.stdout)
+    # What other work on this machine adds to a time is not the reader's fault, and is least in the quickest quarter.
+    # Nothing is subtracted: a reader that waits for more than the first token is late in all of them.
+    assert quartile([record.ttft for record in ok]) == pytest.approx(TTFT, rel=0.05)
+    assert quartile([record.e2e for record in ok]) == pytest.approx(TTFT + (TOKENS - 1) * ITL, rel=0.05)
+    assert summary.itl.p50 == pytest.approx(ITL, rel=0.05)
+    assert summary.itl.mean == pytest.approx(ITL, rel=0.05)
+    assert summary.tpot.p50 == pytest.approx(ITL, rel=0.05)
+
+
+def quartile(values: list[float]) -> float:
+    return records.quantile(sorted(values), 0.25)
 
 
 def test_open_loop_sends_at_its_rate_whatever_the_server_does(mock: str, tmp_path: Path) -> None:
@@ -105,7 +116,6 @@ def test_unreachable_server_is_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["http://192.0.2.1:8000", "http://localhost.example.org"])
 def test_other_hosts_are_refused(host: str) -> None:
-    pytest.importorskip("locust")
     command = [sys.executable, "-m", "locust", "--headless", "-f", "loadtest/locustfile.py", "--host", host, "-t", "1s"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode != 0
@@ -116,7 +126,6 @@ def test_other_hosts_are_refused(host: str) -> None:
 
 
 def test_sse_events() -> None:
-    pytest.importorskip("locust")
     from loadtest.sse import events
 
     stream = b': hello\n\ndata: one\n\ndata:two\r\ndata:  lines\r\n\r\nevent: error\ndata: {"a": 1}\nid: 7\n\ndata: cut'
