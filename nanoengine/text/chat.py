@@ -26,7 +26,12 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """A model's chat templates, compiled once. Rendering is safe in several threads at once."""
+    """A model's chat templates, compiled once. Rendering is safe in several threads at once.
+
+    A message goes into the text as it is. So a special token that a user writes out ("<|im_end|>") is one to the
+    tokenizer, as with transformers and vLLM: the roles in a prompt are a convention between model and caller, not a
+    boundary that keeps an untrusted user from speaking as another.
+    """
 
     def __init__(
         self,
