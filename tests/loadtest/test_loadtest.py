@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # threads that other tests left in this one would then wait for ever.
 if find_spec("locust") is None:
     pytest.skip("locust is not installed: pip install '.[loadtest]'", allow_module_level=True)
+
 TTFT, ITL, TOKENS = 0.1, 0.02, 25
 
 
@@ -131,6 +132,7 @@ def test_sse_events() -> None:
     stream = b': hello\n\ndata: one\n\ndata:two\r\ndata:  lines\r\n\r\nevent: error\ndata: {"a": 1}\nid: 7\n\ndata: cut'
     found = [(event.name, event.data) for event in events(stream.splitlines(keepends=True))]
     assert found == [("message", "one"), ("message", "two\n lines"), ("error", '{"a": 1}')]
+    assert "locust" not in sys.modules, "or the other tests of this process run on gevent's threads"
 
 
 def test_quantiles_are_exact() -> None:
