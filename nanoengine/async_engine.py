@@ -23,7 +23,20 @@ from nanoengine.answer import Answer, Made
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, InvalidRequestError, ModelLoadError, NanoEngineError
 from nanoengine.outputs import Delta, EngineInfo, Load
-from nanoengine.protocol import HEADER, Abort, Add, Failed, FromEngine, Ready, Refused, Update, decoder, frame
+from nanoengine.protocol import (
+    HEADER,
+    Abort,
+    Add,
+    Failed,
+    FromEngine,
+    Ready,
+    Refused,
+    Start,
+    ToEngine,
+    Update,
+    decoder,
+    frame,
+)
 from nanoengine.request import check_request, token_array
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.text.tokenizer import Tokenizer, load_tokenizer
@@ -71,11 +84,10 @@ class AsyncEngine:
         with theirs:
             self._process = await asyncio.to_thread(self._spawn, theirs.fileno())
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
-        config = self._config.model_dump_json().encode()
-        self._writer.write(len(config).to_bytes(HEADER, "little") + config)
         decode = decoder(FromEngine).decode
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, files)
+            self._send(Start(self._config.model_dump_json(), self._tokenizer.eos_token_ids))
             first = decode(await _read(reader))
         except asyncio.IncompleteReadError:
             await self.stop()
@@ -195,7 +207,7 @@ class AsyncEngine:
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Add | Abort) -> None:
+    def _send(self, message: ToEngine) -> None:
         assert self._writer is not None
         self._writer.write(frame(message))
 

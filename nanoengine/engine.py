@@ -35,9 +35,12 @@ class StepOutput:
 class Engine:
     """One model on one device. Not thread-safe: one loop calls ``add``, ``abort`` and ``step``."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the model. Raises ``ModelLoadError`` if that fails, ``ValueError`` if the settings do not fit it."""
-        built = build_runner(config)
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...] = ()) -> None:
+        """Load the model. ``eos_token_ids``: those of its tokenizer, if there is one; the model's own are added.
+
+        Raises ``ModelLoadError`` if that fails, ``ValueError`` if the settings do not fit the model.
+        """
+        built = build_runner(config, eos_token_ids)
         self.info: EngineInfo = built.info
         self._runner = built.runner
         self._pool = BlockPool(built.runner.num_blocks)

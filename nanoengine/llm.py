@@ -33,8 +33,8 @@ class LLM:
     def __init__(self, model: str = "smollm2-135m-instruct", **settings: Any) -> None:
         """``settings`` are the fields of ``EngineConfig``. Raises ``ModelLoadError`` or ``ValueError``."""
         config = EngineConfig(model=model, **settings)
-        self.engine = Engine(config)
         self.tokenizer = load_tokenizer(resolve_model(config.model, config.revision))
+        self.engine = Engine(config, self.tokenizer.eos_token_ids)
         self._keys = itertools.count()
 
     def generate(

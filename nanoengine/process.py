@@ -18,7 +18,7 @@ import numpy as np
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, StepOutput
 from nanoengine.errors import InvalidRequestError, ModelLoadError
-from nanoengine.protocol import Add, Failed, Ready, Refused, ToEngine, Update, decoder, frame, read_frame
+from nanoengine.protocol import Abort, Add, Failed, Ready, Refused, Start, ToEngine, Update, decoder, frame, read_frame
 
 log = logging.getLogger("nanoengine")
 
@@ -28,12 +28,13 @@ def main(fd: int) -> int:
     sock = socket.socket(fileno=fd)
     # Room for the owner to be late by many steps before this loop has to wait for it.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-    raw_config = read_frame(sock)
-    if raw_config is None:
+    first = read_frame(sock)
+    if first is None:
         return 0
     try:
         try:
-            engine = Engine(EngineConfig.model_validate_json(raw_config))
+            start = decoder(Start).decode(first)
+            engine = Engine(EngineConfig.model_validate_json(start.config), start.eos_token_ids)
         except (ModelLoadError, ValueError) as error:
             sock.sendall(frame(Failed(str(error), load_error=True)))
             return 1
@@ -87,7 +88,7 @@ def _handle(engine: Engine, sock: socket.socket, message: ToEngine) -> None:
             engine.add(message.key, prompt, message.params, priority=message.priority, cache_salt=message.cache_salt)
         except InvalidRequestError as error:
             sock.sendall(frame(Refused(message.key, error.message, error.param, error.code)))
-    else:
+    elif isinstance(message, Abort):
         engine.abort(message.key)
 
 

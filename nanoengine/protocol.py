@@ -17,6 +17,13 @@ from nanoengine.scheduling.scheduler import Finished
 HEADER = 4  # bytes
 
 
+class Start(msgspec.Struct, tag=True, array_like=True):
+    """Owner to engine, once and first: what to be."""
+
+    config: str  # EngineConfig as JSON
+    eos_token_ids: tuple[int, ...]  # of the tokenizer
+
+
 class Add(msgspec.Struct, tag=True, array_like=True):
     """Owner to engine: a new request."""
 
@@ -66,7 +73,7 @@ class Update(msgspec.Struct, tag=True, array_like=True):
     load: Load
 
 
-ToEngine = Add | Abort
+ToEngine = Start | Add | Abort
 FromEngine = Ready | Failed | Refused | Update
 
 _encoder = msgspec.msgpack.Encoder()

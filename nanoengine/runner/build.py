@@ -36,8 +36,8 @@ class Phases:
         self.seconds[name] = round(time.perf_counter() - begin, 3)
 
 
-def build_runner(config: EngineConfig) -> BuiltRunner:
-    """Load what ``config`` names.
+def build_runner(config: EngineConfig, eos_token_ids: tuple[int, ...] = ()) -> BuiltRunner:
+    """Load what ``config`` names. ``eos_token_ids`` end a sequence as the model's own do.
 
     Raises ``ModelLoadError`` if the model cannot be loaded, ``ValueError`` if the configuration does not fit it.
     """
@@ -48,7 +48,7 @@ def build_runner(config: EngineConfig) -> BuiltRunner:
         return _build_synthetic(config, files, phases)
     with phases("import"):
         from nanoengine.runner.load import load_runner  # imports torch, which a stand-in does without
-    return load_runner(config, files, phases)
+    return load_runner(config, files, eos_token_ids, phases)
 
 
 def _build_synthetic(config: EngineConfig, files: ModelFiles, phases: Phases) -> BuiltRunner:

@@ -18,12 +18,14 @@ from nanoengine.sampling.sampler import Sampler
 from nanoengine.weights.sources import ModelFiles
 
 
-def load_runner(config: EngineConfig, files: ModelFiles, phases: Phases) -> BuiltRunner:
+def load_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: tuple[int, ...], phases: Phases) -> BuiltRunner:
     """Load a model from its files; raises as ``build_runner`` does."""
     device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     model_config = load_model_config(files)
+    # Chat models are known whose config names the end of a document only, and whose tokenizer that of a turn.
+    eos_token_ids = tuple(dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids)))
     dtype = _dtype(config, model_config, device)
     # Before the weights, so that a model that no backend can serve fails at once.
     backend = select_backend(config.attention_backend, device=device, head_dim=model_config.head_dim, dtype=dtype)
@@ -40,15 +42,13 @@ def load_runner(config: EngineConfig, files: ModelFiles, phases: Phases) -> Buil
             dtype=dtype,
             device=device,
         )
-    sampler = Sampler(
-        config.max_num_seqs, model_config.vocab_size, model_config.eos_token_ids, device=device, seed=config.seed
-    )
+    sampler = Sampler(config.max_num_seqs, model_config.vocab_size, eos_token_ids, device=device, seed=config.seed)
     runner = ModelRunner(model, backend, cache, sampler, num_slots=config.max_num_seqs, device=device)
     info = EngineInfo(
         model=config.model,
         max_model_len=model_len(config, model_config.max_position, num_blocks),
         vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         block_size=config.block_size,
         num_blocks=num_blocks,
         device=str(device),
