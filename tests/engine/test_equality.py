@@ -165,8 +165,11 @@ def test_tiny_models_say_what_transformers_says(tiny: tuple[Path, Reference], ca
 
 
 @pytest.mark.soak
-def test_tiny_models_over_the_cross_product(tiny: tuple[Path, Reference]) -> None:
-    folder, reference = tiny
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", ["llama", "mistral_window", "qwen3"])
+def test_tiny_models_over_the_cross_product(family: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, family)
+    reference = Reference(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     prompts = tiny_prompts(32)
     for values in itertools.product([1, 4, 16, 64], [None, 1, 7, 64], [1, 4, 32], [False, True], [None, "few"]):
         case = dict(zip(("block_size", "max_prefill_chunk", "batch", "warm", "num_blocks"), values, strict=True))

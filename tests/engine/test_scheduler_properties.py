@@ -175,7 +175,8 @@ def test_any_workload_reads_the_right_blocks_and_leaks_none(workload: tuple[Limi
 
 
 @pytest.mark.soak
-@settings(max_examples=30_000, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(3600)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(workloads())
 def test_many_more_workloads(workload: tuple[Limits, int, int, list[Case]]) -> None:
     check_workload(workload)
