@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI, Request, Response
+from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -50,6 +51,7 @@ from nanoengine.sampling.params import SamplingParams
 logger = logging.getLogger("ray.serve")
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+BODY_TIMEOUT_S = 30.0  # for the whole body: a client that never ends it would keep its place in flight for ever
 
 
 class Engines(Protocol):
@@ -118,7 +120,8 @@ class Api:
 
     def app(self) -> FastAPI:
         """The ASGI application."""
-        app = FastAPI(title="nanoserve", version=__version__)
+        # Redirects off: one that says http:// behind a gateway that ends TLS sends the next request past it.
+        app = FastAPI(title="nanoserve", version=__version__, redirect_slashes=False)
         install(app)
 
         def post(path: str, model: type[protocol.Request], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
@@ -280,7 +283,9 @@ class Api:
                 if job.include_usage:
                     await send(_body(job.format.usage_event(usage)))
                 await send(_body(DONE, more=False))
-        except (asyncio.CancelledError, ClientDisconnect):
+        except ClientDisconnect:
+            reason = "abort"  # and nobody to answer
+        except asyncio.CancelledError:
             reason = "abort"
             raise
         except Exception as error:
@@ -387,16 +392,27 @@ def _seeded(params: SamplingParams, choice: int) -> SamplingParams:
 
 
 async def _read(request: Request, limit: int) -> bytes:
-    """The body, or ``ApiError`` (413) as soon as it is known to be too long."""
+    """The body. Raises ``ApiError``: 413 as soon as it is known to be too long, 408 if it doesn't arrive in time; and
+    ``ClientDisconnect``."""
     too_long = ApiError(413, f"the body is longer than {limit} bytes", code="request_too_large")
     if (declared := request.headers.get("content-length", "")).isdecimal() and int(declared) > limit:
         raise too_long
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise too_long
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_long
+                parts.append(part)
+    except (
+        RayError
+    ) as error:  # Serve asks its proxy for the body by a task, which ends like this when the client leaves
+        raise ClientDisconnect from error
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again", code="request_timeout"
+        ) from None
     return b"".join(parts)
 
 

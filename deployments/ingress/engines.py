@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -118,8 +118,14 @@ class EngineClient:
         return unavailable("the engine that served this request has ended; try again", self._config.retry_after_s)
 
     def _error(self, reply: Refusal | BaseException | None) -> ApiError:
-        """What to tell the client of a call that ended without a finish reason."""
+        """What to tell the client of a call that ended without a finish reason.
+
+        Raises ``CancelledError``: Serve ends the calls of a request whose client has left, and may do so before it
+        cancels the request itself.
+        """
         match reply:
+            case asyncio.CancelledError():
+                raise reply
             case Refusal(kind="invalid"):
                 return ApiError(400, reply.message, param=reply.param, code=reply.code)
             case Refusal(kind="overloaded"):
@@ -128,9 +134,9 @@ class EngineClient:
                 return overloaded("too many requests are queued; try again later", self._config.retry_after_s)
             case DeploymentUnavailableError():
                 return unavailable("no engine could be started; see `serve status`", self._config.retry_after_s)
-            case Refusal(kind="dead") | RayActorError() | ReplicaUnavailableError() | None:
+            case Refusal(kind="dead") | RayActorError() | ReplicaUnavailableError() | TaskCancelledError() | None:
                 return self._gone()
-        logger.error("an engine replica failed: %s", reply)
+        logger.error("an engine replica failed: %r", reply)
         return internal()
 
     def _deliver(self, number: int, chunk: Chunk) -> None:

@@ -1,7 +1,7 @@
 """Every answer that is not 2xx, in OpenAI's envelope: ``{"error": {"message", "type", "param", "code"}}``.
 
 Status codes steer retrying clients (the OpenAI SDK retries 408, 409, 429 and 5xx): what the client has to mend is 400,
-404, 405 or 413 and is seen once; what will pass is 429 or 503 with Retry-After.
+404, 405 or 413 and is seen once; what will pass is 408, or 429 or 503 with Retry-After.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from nanoengine.errors import InvalidRequestError
+
+MAX_MESSAGE = 1000  # characters: a message may quote what the client sent, and that may be megabytes
+MAX_PARAM = 100
 
 
 class ApiError(Exception):
@@ -40,7 +43,12 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The envelope, as JSON."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        error = {
+            "message": _shortened(self.message, MAX_MESSAGE),
+            "type": self.type,
+            "param": self.param and _shortened(self.param, MAX_PARAM),
+            "code": self.code,
+        }
         return msgspec.json.encode({"error": error})
 
     def response(self) -> Response:
@@ -50,6 +58,12 @@ class ApiError(Exception):
         if self.allow is not None:
             headers["allow"] = self.allow
         return Response(self.body(), self.status, headers, media_type="application/json")
+
+
+def _shortened(text: str, limit: int) -> str:
+    """``text`` without its middle where it is too long: how it begins and how it ends says what to change."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}...{text[-half:]}"
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = "invalid_value") -> ApiError:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from deployments.ingress.errors import ApiError, bad_request
+from deployments.ingress.errors import MAX_PARAM, ApiError, bad_request
 from nanoengine.sampling.params import SamplingParams
 
 INFORMATIVE = frozenset(
@@ -131,7 +131,7 @@ class Request(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: int | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     @property
@@ -225,7 +225,7 @@ def parse(model: type[R], body: bytes) -> R:
             if data[name] is not None and data[name] not in UNSUPPORTED[name]:
                 raise bad_request(f"{name} is not supported by this server", name, "unsupported_parameter")
         elif name not in INFORMATIVE:
-            near = difflib.get_close_matches(name, model.model_fields, n=1)
+            near = difflib.get_close_matches(name[:MAX_PARAM], model.model_fields, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise bad_request(f"unknown field {name!r}{hint}", name, "unknown_parameter")
         del data[name]

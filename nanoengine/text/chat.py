@@ -86,6 +86,9 @@ class ChatTemplate:
                 code="no_chat_template",
             )
         template.check_options(options)
+        for name, value in (("tools", tools), ("documents", documents)):
+            if value is not None and not _is_list_of_objects(value):
+                raise InvalidRequestError(f"{name} must be a list of objects", param=name, code="invalid_type")
         return template.render(
             messages=_normalise(messages),
             tools=list(tools) if tools else None,
@@ -146,8 +149,18 @@ def _normalise_one(message: Message, where: str) -> dict[str, Any]:
     result = {**message, "content": _text(message.get("content"), where)}
     calls = result.pop("tool_calls", None)
     if calls:  # clients echo back the empty list; templates ask only whether it is there
+        if not _is_list_of_objects(calls):
+            raise InvalidRequestError(
+                f"{where}.tool_calls must be a list, each tool call in it an object",
+                param="messages",
+                code="invalid_type",
+            )
         result["tool_calls"] = [_tool_call(call, where) for call in calls]
     return result
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
 
 
 def _text(content: Any, where: str) -> str:
@@ -182,7 +195,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         arguments = function.get("arguments") or {}
         function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
         return {**call, "function": function}
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"{where}: a tool call must have a function with a name and arguments that are valid JSON ({error})",
             param="messages",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import httpx
 import pytest
+from ray.exceptions import TaskCancelledError
 
 from deployments.config import AppArgs
 from deployments.ingress.api import Api
@@ -293,6 +294,11 @@ BAD = [
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
     (CHAT, {"messages": MESSAGES, "priority": 1}, "priority", "scheduling_policy"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tools": 5}}, "tools", "list of objects"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"documents": [5]}}, "documents", "list of objects"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages", "messages[0].tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "messages", "messages[0].tool_calls"),
+    (CHAT, {"messages": MESSAGES, "priority": 2**31}, "priority", "less than"),
     (COMPLETION, {}, "prompt", "required"),
     (COMPLETION, {"prompt": []}, "prompt", "empty"),
     (COMPLETION, {"prompt": [[]]}, "prompt", "empty"),
@@ -329,6 +335,36 @@ async def test_bad_requests(
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"model": NaN}', b"[" * 4000])
 async def test_bodies_that_are_no_json_object(service: Service, body: bytes) -> None:
     assert envelope(await service.http.post(CHAT, content=body), 400)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": MESSAGES, "x" * 3000: 1},
+        {"messages": MESSAGES, "model": "x" * 3000},
+        {"messages": MESSAGES, "chat_template_kwargs": {"x" * 3000: 1}},
+        {"messages": [{"role": "user", "content": [{"type": {"x": ["y" * 3000]}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "x" * 3000}]}]},
+    ],
+)
+async def test_no_error_sends_all_that_the_client_sent_back(service: Service, body: dict[str, Any]) -> None:
+    response = await service.post(CHAT, **body)
+    error = envelope(response, response.status_code)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 1500
+    assert "xxx..." in error["message"] or "yyy..." in error["message"]
+
+
+async def test_arguments_nested_beyond_the_parser_are_a_400(service: Service) -> None:
+    call = {"function": {"name": "f", "arguments": "[" * 3000}}
+    response = await service.post(CHAT, messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert envelope(response, 400)["param"] == "messages"
+
+
+async def test_no_redirects(service: Service) -> None:
+    """One to http:// would lead past a gateway that ends TLS."""
+    assert envelope(await service.http.get("/health/"), 404)["code"] == "unknown_url"
+    assert envelope(await service.post(f"{CHAT}/", messages=MESSAGES), 404)["code"] == "unknown_url"
 
 
 async def test_what_asks_for_nothing_is_accepted(service: Service) -> None:
@@ -374,6 +410,55 @@ async def test_body_too_long(service: Service) -> None:
         body = json.dumps({"model": "m", "prompt": "x" * 5000}).encode()
         error = envelope(await service.http.post(COMPLETION, content=body, headers=headers), 413)
         assert error["code"] == "request_too_large"
+
+
+async def serve_raw(service: Service, receive: Callable[[], Awaitable[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What the application sends for a chat request whose body ``receive`` gives."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(dict(message))
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": CHAT,
+        "raw_path": CHAT.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+    await service.api.app()(scope, receive, send)
+    return sent
+
+
+async def test_body_that_never_ends_gives_its_place_back(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.ingress.api.BODY_TIMEOUT_S", 0.05)
+
+    async def drip() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": b" ", "more_body": True}
+
+    start, body = await serve_raw(service, drip)
+    assert start["status"] == 408
+    assert json.loads(body["body"])["error"]["code"] == "request_timeout"
+    assert service.api._admission.in_flight == 0
+
+
+@pytest.mark.parametrize("by_serve", [False, True])
+async def test_client_that_leaves_in_its_body_is_an_abort_and_no_error(
+    service: Service, by_serve: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def leave() -> dict[str, Any]:
+        if by_serve:  # as Serve's proxy says it
+            raise TaskCancelledError()
+        return {"type": "http.disconnect"}
+
+    assert await serve_raw(service, leave) == []
+    assert service.metrics.seen == {"finished:abort": 1}
+    assert service.api._admission.in_flight == 0
+    assert not caplog.records
 
 
 async def test_limit_of_requests_in_flight(service: Service) -> None:
