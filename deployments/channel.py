@@ -16,6 +16,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -28,6 +29,8 @@ logger = logging.getLogger("ray.serve")
 
 HEADER = 4  # bytes of a frame's length, little-endian
 RETRY_S = 1.0
+MAX_HELLO = 1024  # bytes: who has not shown the secret yet must not make a replica hold what he sends
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}  # seconds, seconds, probes
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -55,8 +58,20 @@ def _frame(message: Any) -> bytes:
     return len(body).to_bytes(HEADER, "little") + body
 
 
-async def _read(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readexactly(int.from_bytes(await reader.readexactly(HEADER), "little"))
+async def _read(reader: asyncio.StreamReader, limit: int = 2**32) -> bytes:
+    length = int.from_bytes(await reader.readexactly(HEADER), "little")
+    if length > limit:
+        raise ConnectionError(f"a frame of {length} bytes, where {limit} is the most")
+    return await reader.readexactly(length)
+
+
+def _keep_alive(writer: asyncio.StreamWriter) -> None:
+    """Probe a connection that is idle: routers between hosts forget one that is silent for long, and a host that is
+    gone says no goodbye. Without it the first to notice would be a request."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Lane:
@@ -77,7 +92,7 @@ class Lane:
 
     async def run(self) -> None:
         """Send what is pushed, until the connection ends."""
-        with suppress(ConnectionError):
+        with suppress(OSError):
             while True:
                 await self._wake.wait()
                 self._wake.clear()
@@ -107,8 +122,9 @@ class ChannelServer:
         lane = Lane(writer)
         ingress = ""
         try:
-            hello = _decode_hello(await asyncio.wait_for(_read(reader), 5))
-            if not hmac.compare_digest(hello.secret, self._secret):
+            _keep_alive(writer)
+            hello = _decode_hello(await asyncio.wait_for(_read(reader, MAX_HELLO), 5))
+            if not hmac.compare_digest(hello.secret.encode(), self._secret.encode()):
                 return
             ingress = hello.ingress
             self._lanes[ingress] = lane
@@ -117,7 +133,7 @@ class ChannelServer:
                 await reader.read(1)  # the ingress says no more: this returns when it is gone
             finally:
                 sender.cancel()
-        except (asyncio.IncompleteReadError, TimeoutError, ConnectionError, msgspec.MsgspecError):
+        except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError):
             pass
         finally:
             lane.closed = True
@@ -159,6 +175,7 @@ class ChannelClient:
     async def _receive(self, address: Address) -> None:
         reader, writer = await asyncio.open_connection(address.host, address.port)
         try:
+            _keep_alive(writer)
             writer.write(_frame(_Hello(self._ingress, address.secret)))
             while True:
                 for number, chunk in _decode_chunks(await _read(reader)).items():

@@ -104,8 +104,9 @@ class EngineReplica:
         ``ingresses`` tells each router which of its own calls the figures include: [open sequences, newest number].
         """
         load = self._engine.load()
+        # An ingress without a sequence here needs no entry, and one that is gone would keep its own for ever.
         for ingress in [name for name, open_ in self._open.items() if open_ == 0]:
-            del self._open[ingress]
+            del self._open[ingress], self._newest[ingress]
         return {
             "active": load.waiting + load.running,
             "backlog_tokens": load.waiting_tokens + load.prefill_tokens,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
 from deployments import channel
-from deployments.channel import Address, ChannelClient, ChannelServer, Lane
+from deployments.channel import Address, ChannelClient, ChannelServer, Lane, _frame, _Hello
 from deployments.ingress import engines
 from deployments.ingress.engines import _Inbox, _watch
 from deployments.messages import Chunk, Refusal, TokenInfo, encode, merged
@@ -87,14 +89,38 @@ async def test_wrong_secret_opens_no_lane(ends: Ends) -> None:
     stranger.connect({})
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xff" * 64, b"\x04\0\0\0\xc1\xc1\xc1\xc1"])
-async def test_garbage_harms_nobody(ends: Ends, garbage: bytes) -> None:
+async def test_who_has_not_shown_the_secret_is_not_listened_to_for_long(ends: Ends) -> None:
+    """A frame's length is the sender's word, and would be memory here."""
+    await ends.connect()
+    reader, writer = await asyncio.open_connection(ends.address.host, ends.address.port)
+    writer.write((1 << 30).to_bytes(4, "little"))
+    assert await asyncio.wait_for(reader.read(), 2) == b"", "closed at once"
+    writer.close()
+
+
+async def test_both_ends_probe_an_idle_connection(ends: Ends) -> None:
     lane = await ends.connect()
-    _, writer = await asyncio.open_connection(ends.address.host, ends.address.port)
+    sock = lane._writer.get_extra_info("socket")
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 120
+
+
+NOT_ASCII = _frame(_Hello("stranger", "\u00e9"))
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xff" * 64, b"\x04\0\0\0\xc1\xc1\xc1\xc1", NOT_ASCII])
+async def test_garbage_harms_nobody(ends: Ends, garbage: bytes) -> None:
+    unhandled: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unhandled.append(context))
+    lane = await ends.connect()
+    reader, writer = await asyncio.open_connection(ends.address.host, ends.address.port)
     writer.write(garbage)
+    writer.write_eof()
+    await reader.read()
     writer.close()
     lane.push(1, chunk("a", 1))
     await until(lambda: ends.got[1])
+    assert unhandled == []
 
 
 async def test_lost_connection_closes_the_lane_and_is_opened_again(ends: Ends) -> None:
