@@ -180,8 +180,8 @@ class AsyncEngine:
         check_request(prompt, params, info.max_model_len, info.vocab_size)
         key, stream = next(self._keys), _Stream(request_id, Answer(self.tokenizer, params, prompt.tolist()))
         self._streams[key] = stream
-        self._send(Add(key, prompt.tobytes(), params, priority, cache_salt))
         try:
+            self._send(Add(key, prompt.tobytes(), params, priority, cache_salt))
             while True:
                 await stream.wake.wait()
                 stream.wake.clear()
@@ -225,8 +225,11 @@ class AsyncEngine:
                     )
                 elif isinstance(message, Failed):
                     reason = f"the engine failed: {message.message}"
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError):
             pass
+        except Exception as error:  # nobody reads any more, so nobody may go on waiting
+            log.exception("a message of the engine's could not be handled")
+            reason = f"a message of the engine's could not be handled: {error!r}"
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, 1)
@@ -245,7 +248,7 @@ class AsyncEngine:
                 stream.made.tokens.append(token)
                 stream.wake.set()
         for index, logprob in update.logprobs.items():
-            if (stream := streams.get(keys[index])) is not None:
+            if (stream := streams.get(keys[index])) is not None and stream.made.finish_reason is None:
                 stream.made.logprobs.append(logprob)
         for end in update.finished:
             if (stream := streams.get(end.key)) is not None and stream.made.finish_reason is None:

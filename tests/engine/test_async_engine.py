@@ -199,3 +199,28 @@ async def test_two_engines_on_one_host_do_not_meet() -> None:
     answers = await asyncio.gather(*(collect(e, list(b"same"), SamplingParams(max_tokens=10)) for e in engines))
     assert "".join(d.text for d in answers[0]) == "".join(d.text for d in answers[1])
     await asyncio.gather(*(engine.stop() for engine in engines))
+
+
+async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(engine: AsyncEngine) -> None:
+    for wrong in ({"priority": 2**70}, {"cache_salt": "\ud800"}):
+        with pytest.raises((OverflowError, UnicodeEncodeError)):
+            async for _ in engine.generate([1], SamplingParams(max_tokens=1), **wrong):
+                pass
+    assert not engine._streams
+    assert len(await collect(engine, [1], SamplingParams(max_tokens=1))) == 1
+
+
+async def test_a_message_that_cannot_be_handled_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AsyncEngine(config())
+    await engine.start()
+    try:
+
+        def broken(update: object) -> None:
+            raise ValueError("broken")
+
+        monkeypatch.setattr(engine, "_apply", broken)
+        with pytest.raises(EngineDeadError, match="broken"):
+            await asyncio.wait_for(collect(engine, [1], SamplingParams(max_tokens=5)), 10)
+        assert engine.dead is not None
+    finally:
+        await engine.stop()
