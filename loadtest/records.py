@@ -55,6 +55,11 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
 
     @property
+    def tokens(self) -> int:
+        """Output tokens that arrived: the server's count, or where the answer was cut the pieces of text, at least."""
+        return self.output_tokens or len(self.token_times)
+
+    @property
     def e2e(self) -> float:
         """Seconds from ``scheduled`` to the end of the answer."""
         return self.ended - self.scheduled
@@ -112,14 +117,14 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 
 def summarise(records: Sequence[Record]) -> Summary:
-    """Over all records; latencies over those that ended well, tokens and rates over all that arrived."""
+    """Over all records: latencies of those that ended well, and all the output tokens that arrived."""
     ok = [record for record in records if record.outcome == "ok"]
     errors: dict[str, int] = {}
     for record in records:
         if record.outcome == "failed":
             errors[record.error] = errors.get(record.error, 0) + 1
     seconds = max((r.ended for r in records), default=0.0) - min((r.sent for r in records), default=0.0)
-    tokens = sum(record.output_tokens for record in ok)
+    tokens = sum(record.tokens for record in records)
     return Summary(
         seconds=seconds,
         ok=len(ok),
@@ -145,8 +150,8 @@ def table(summary: Summary) -> str:
         f"{summary.ok} requests ok, {summary.failed} failed, {summary.unfinished} cut by the end, in "
         f"{summary.seconds:.1f} s: {summary.requests_per_second:.2f} requests/s, "
         f"{summary.output_tokens_per_second:.1f} output tokens/s",
-        f"{summary.prompt_tokens} prompt tokens ({summary.cached_tokens} of them cached), "
-        f"{summary.output_tokens} output tokens",
+        f"{summary.output_tokens} output tokens; prompts {summary.prompt_tokens} tokens, "
+        f"{summary.cached_tokens} of them cached",
         "",
         f"{'milliseconds':<28}{'mean':>9}{'p50':>9}{'p90':>9}{'p95':>9}{'p99':>9}{'max':>9}",
     ]

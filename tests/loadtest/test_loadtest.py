@@ -56,7 +56,7 @@ def test_closed_loop_reads_the_times_that_the_server_keeps(mock: str, tmp_path: 
     assert len(ok) == summary.ok >= 8
     assert {record.output_tokens for record in ok} == {len(record.token_times) for record in ok} == {TOKENS}
     assert {(r.prompt_tokens, r.cached_tokens, r.finish_reason, r.request_id) for r in ok} == {(7, 5, "length", "mock")}
-    assert summary.output_tokens == TOKENS * summary.ok
+    assert summary.output_tokens == sum(len(record.token_times) for record in found) >= TOKENS * summary.ok
     assert re.search(r"time to first token +\d+\.\d", done.stdout)
     # What other work on this machine adds to a time is not the reader's fault, and is least in the quickest quarter.
     # Nothing is subtracted: a reader that waits for more than the first token is late in all of them.
@@ -158,7 +158,7 @@ def test_latency_counts_from_when_a_request_should_have_gone_out() -> None:
     assert summary.tpot.max == 0.5, "three tokens after the first in 1.5 s: two of them came in one piece"
     assert summary.lag.max == 1
     assert summary.seconds == 5
-    assert summary.output_tokens_per_second == 4 / 5
+    assert summary.output_tokens_per_second == 5 / 5, "one of them in the answer that the end cut"
 
 
 def test_records_survive_the_file(tmp_path: Path) -> None:
