@@ -34,7 +34,7 @@ class EngineConfig(BaseModel):
     revision: str | None = Field(None, description="Hugging Face revision; None is the default branch.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field("auto", description="'auto' takes cuda where there is one, else cpu.")
-    attention_backend: Literal["auto", "torch"] = "auto"
+    attention_backend: Literal["auto", "torch", "triton"] = "auto"
 
     block_size: int = Field(
         16, ge=1, le=256, description="Tokens in one KV block: the grain of allocation and of prefix sharing."
