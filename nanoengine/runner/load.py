@@ -12,7 +12,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.models.config import ModelConfig, load_model_config
 from nanoengine.models.registry import load_model
 from nanoengine.outputs import EngineInfo
-from nanoengine.runner.build import BuiltRunner, Phases, model_len
+from nanoengine.runner.built import BuiltRunner, Phases, model_len
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.sampling.sampler import Sampler
 from nanoengine.weights.sources import ModelFiles
