@@ -118,6 +118,17 @@ def test_answer_is_the_same_with_and_without_a_token_channel(http: httpx.Client)
     assert "".join(reply.text for reply in replies if isinstance(reply, Chunk)) == body["choices"][0]["text"] != ""
 
 
+def test_load_report_names_only_ingresses_with_sequences(one: Cluster, http: httpx.Client) -> None:
+    """It goes to every router, and would grow by a name with each ingress that ever was."""
+    handle = serve.get_deployment_handle("EngineReplica", "llm")
+    with http.stream("POST", "/v1/completions", json={"model": NAME, "stream": True, **LONG}) as stream:
+        next(stream.iter_bytes())
+        (open_, _) = next(iter(handle.record_routing_stats.remote().result(timeout_s=5)["ingresses"].values()))
+        assert open_ == 1
+    eventually(lambda: idle(one))
+    eventually(lambda: handle.record_routing_stats.remote().result(timeout_s=5)["ingresses"] == {})
+
+
 def test_models_and_errors_with_the_openai_client(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).object == "model"
