@@ -23,8 +23,6 @@ from datetime import date
 from random import Random
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for all three alike, and before torch loads: see runner/build.py
-
 import numpy as np
 import torch
 import transformers

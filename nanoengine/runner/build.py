@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from nanoengine.config import EngineConfig
 from nanoengine.outputs import EngineInfo
 from nanoengine.runner.built import BuiltRunner, Phases, model_len
@@ -22,10 +20,6 @@ def build_runner(config: EngineConfig, eos_token_ids: tuple[int, ...] = ()) -> B
         files = resolve_model(config.model, config.revision)
     if files.format == "synthetic":
         return _build_synthetic(config, files, phases)
-    # Idle OpenMP threads sleep rather than spin. Where anything else runs on the same cores, as an ingress does, one
-    # that spins keeps the thread it waits for from running: 8 requests on 2 busy cores made 48 tok/s so, and 4 to 20
-    # without. Read when torch loads, so a process that has it already keeps its own policy.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with phases("import"):
         from nanoengine.runner.load import load_runner  # imports torch, which a stand-in does without
     return load_runner(config, files, eos_token_ids, phases)

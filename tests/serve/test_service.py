@@ -121,12 +121,16 @@ def test_answer_is_the_same_with_and_without_a_token_channel(http: httpx.Client)
 def test_load_report_names_only_ingresses_with_sequences(one: Cluster, http: httpx.Client) -> None:
     """It goes to every router, and would grow by a name with each ingress that ever was."""
     handle = serve.get_deployment_handle("EngineReplica", "llm")
+
+    def ingresses() -> dict[str, list[int]]:
+        return handle.record_routing_stats.remote().result(timeout_s=30)["ingresses"]
+
+    eventually(lambda: ingresses() == {})  # a handle's first call takes a while: not while the stream below runs out
     with http.stream("POST", "/v1/completions", json={"model": NAME, "stream": True, **LONG}) as stream:
         next(stream.iter_bytes())
-        (open_, _) = next(iter(handle.record_routing_stats.remote().result(timeout_s=5)["ingresses"].values()))
-        assert open_ == 1
+        assert [open_ for open_, _ in ingresses().values()] == [1]
     eventually(lambda: idle(one))
-    eventually(lambda: handle.record_routing_stats.remote().result(timeout_s=5)["ingresses"] == {})
+    eventually(lambda: ingresses() == {})
 
 
 def test_models_and_errors_with_the_openai_client(client: openai.OpenAI) -> None:
