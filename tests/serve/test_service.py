@@ -127,7 +127,8 @@ def test_load_report_names_only_ingresses_with_sequences(one: Cluster, http: htt
 
     eventually(lambda: ingresses() == {})  # a handle's first call takes a while: not while the stream below runs out
     with http.stream("POST", "/v1/completions", json={"model": NAME, "stream": True, **LONG}) as stream:
-        next(stream.iter_bytes())
+        chunks = stream.iter_bytes()  # kept: httpx closes the connection when the iterator goes
+        next(chunks)
         assert [open_ for open_, _ in ingresses().values()] == [1]
     eventually(lambda: idle(one))
     eventually(lambda: ingresses() == {})
