@@ -91,9 +91,9 @@ def run_case(
     block_size, batch = case["block_size"], case["batch"]
     num_blocks = case["num_blocks"]
     if num_blocks == "few":
-        # Room for the longest sequence and about half of its company.
+        # Room for the longest sequence and some of its company: prompts are shorter, and share their beginnings.
         longest = max(map(len, prompts)) + max_tokens
-        num_blocks = -(-longest // block_size) * max(2, batch // 2)
+        num_blocks = -(-longest // block_size) * max(2, batch // 4)
         if batch > 1:
             num_blocks = max(num_blocks - 1, -(-longest // block_size) + 1)
     engine = Engine(
