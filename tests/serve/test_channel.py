@@ -128,6 +128,11 @@ async def test_lost_connection_closes_the_lane_and_is_opened_again(ends: Ends) -
     lane._writer.close()
     await until(lambda: lane.closed)
     await until(lambda: ends.server.lane("me") not in (None, lane))
+    again = ends.server.lane("me")
+    assert again is not None
+    again.push(2, chunk("b", 1))
+    await until(lambda: ends.got[2])
+    assert [piece.text for piece in ends.got[2]] == ["b"], "the new connection carries tokens"
 
 
 async def test_replica_that_leaves_is_left(ends: Ends) -> None:
