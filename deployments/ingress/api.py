@@ -220,8 +220,8 @@ class Api:
             )
         if n > 1 and request.temperature == 0:
             raise bad_request("n must be 1 at temperature 0: all choices would be the same", "n")
-        if request.priority and self._args.engine.scheduling_policy != "priority":
-            raise bad_request("priority needs the engine's scheduling_policy to be 'priority'", "priority")
+        if request.priority:  # no scheduling policy reads it yet; silence would promise what is not kept
+            raise bad_request("priority is not served: requests are taken first come, first served", "priority")
 
     def _job(
         self,

@@ -293,7 +293,7 @@ BAD = [
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "yaml"}}, "response_format", "not supported"),
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-    (CHAT, {"messages": MESSAGES, "priority": 1}, "priority", "scheduling_policy"),
+    (CHAT, {"messages": MESSAGES, "priority": 1}, "priority", "first come"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tools": 5}}, "tools", "list of objects"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"documents": [5]}}, "documents", "list of objects"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages", "messages[0].tool_calls"),
