@@ -1,7 +1,8 @@
 """The interface between models and attention backends over a paged KV cache.
 
-A model calls ``ctx.attend(layer, q, k, v)`` and knows nothing of pages; a backend implements ``decode`` and ``prefill``
-over a block table and knows nothing of models. The context is passed explicitly, so a process can hold several engines.
+A model stores keys and values in ``ctx.pages``, calls ``ctx.attend(layer, q)``, and knows no more of pages; a backend
+implements ``decode`` and ``prefill`` over a block table and knows nothing of models. The context is passed explicitly,
+so a process can hold several engines.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Batch:
     query_start: Tensor  # int32 [rows + 1] offsets of each row's tokens in the flat token axis
     seq_lens: Tensor  # int32 [rows] context length of each row, this step's tokens included
     block_table: Tensor  # int32 [rows, width]
-    kv_slots: Tensor  # int64 [tokens] where each token's K and V go: block * block_size + offset; -1 stores nothing
+    kv_slots: Tensor  # int64 [tokens] where each token's K and V go: block * block_size + offset
     query_lens_host: tuple[int, ...]  # [rows]
     seq_lens_host: tuple[int, ...]  # [rows]
 
@@ -100,11 +101,6 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Rows [num_decodes, rows): q is [their tokens, heads, head_dim]; causal over each row's whole context."""
 
-    def store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_slots: Tensor) -> None:
-        """Write k and v, each [tokens, kv_heads, head_dim], into the pages."""
-        keys.view(-1, *keys.shape[2:]).index_copy_(0, kv_slots, k)
-        values.view(-1, *values.shape[2:]).index_copy_(0, kv_slots, v)
-
 
 class ForwardContext:
     """All that a model's forward pass needs beside its input: made once per step, passed down explicitly."""
@@ -115,11 +111,19 @@ class ForwardContext:
         self._backend, self._cache, self._batch = backend, cache, batch
         self._plan = backend.prepare(batch, cache.block_size)
 
-    def attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v ([tokens, kv_heads, head_dim]) and attend q ([tokens, heads, head_dim]); returns q's shape."""
-        keys, values = self._cache.keys[spec.layer], self._cache.values[spec.layer]
+    @property
+    def kv_slots(self) -> Tensor:
+        """int64 [T] where each token's key and value go: block * block_size + offset."""
+        return self._batch.kv_slots
+
+    def pages(self, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [blocks, block_size, kv_heads, head_dim]: written before ``attend``."""
+        return self._cache.keys[spec.layer], self._cache.values[spec.layer]
+
+    def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
+        """Attend q, [T, heads, head_dim], to all that its row may see of the pages; returns q's shape."""
+        keys, values = self.pages(spec)
         batch, backend = self._batch, self._backend
-        backend.store(k, v, keys, values, batch.kv_slots)
         n = batch.num_decodes
         if n == q.shape[0]:
             return backend.decode(spec, q, keys, values, batch, self._plan)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nanoengine.layers.ops import Ops
 from nanoengine.weights.load import Slot, into
 
 
@@ -19,9 +20,17 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
+        self._ops = ops
         self.parts = dict(parts)
         out_features = sum(parts.values())
         self.weight: Tensor = _empty(out_features, in_features, dtype=dtype, device=device)
@@ -31,7 +40,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        return self._ops.linear(x, self.weight, self.bias)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """``prefix`` is what comes before a projection's name."""
@@ -52,15 +61,16 @@ class Linear(nn.Module):
 class TiedHead(nn.Module):
     """The output projection whose weight is the token embedding's."""
 
-    def __init__(self, embedding: Embedding) -> None:
+    def __init__(self, embedding: Embedding, ops: Ops) -> None:
         super().__init__()
+        self._ops = ops
         self.embedding = embedding
         self.packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
-        return F.linear(x, self.embedding.weight)
+        return self._ops.linear(x, self.embedding.weight, None)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         return {}

@@ -22,17 +22,6 @@ class RotaryEmbedding(nn.Module):
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor
         self.register_buffer("table", table.to(device), persistent=False)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """int64 [T] -> cos and sin as ``rotate`` takes them, [T, 1, head_dim] each; once a step, for all layers."""
-        cos, sin = self.table[positions].to(dtype).unsqueeze(1).chunk(2, dim=-1)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of x, [T, heads, head_dim]. ``sin`` carries the signs, -sin then sin."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((second, first), dim=-1) * sin
-
 
 def frequencies(config: RopeConfig, head_dim: int, max_position: int) -> Tensor:
     """Radians per position of each pair: float32 [head_dim / 2], or [max_position, head_dim / 2] if they depend on it.

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nanoengine.attention.base import AttentionSpec, ForwardContext
 from nanoengine.layers.linear import Embedding, Linear, TiedHead
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.rotary import RotaryEmbedding, rotate
+from nanoengine.layers.ops import HeadNorms, Ops
+from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.config import ModelConfig
 from nanoengine.weights.load import Slot
 
@@ -23,26 +23,27 @@ from nanoengine.weights.load import Slot
 class DecoderLM(nn.Module):
     """Implements ``registry.CausalLM``."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self._ops = config, dtype, ops
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype, device)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position, device)
-        self.layers = nn.ModuleList(Layer(config, index, dtype, device) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
+        self.layers = nn.ModuleList(Layer(config, index, ops, dtype, device) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
         self.head: Linear | TiedHead
         if config.tie_word_embeddings:
-            self.head = TiedHead(self.embed)
+            self.head = TiedHead(self.embed, ops)
         else:
             parts = {"lm_head": config.vocab_size}
-            self.head = Linear(config.hidden_size, parts, bias=False, dtype=dtype, device=device)
+            self.head = Linear(config.hidden_size, parts, bias=False, ops=ops, dtype=dtype, device=device)
 
     def forward(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         x = self.embed(input_ids)
-        cos, sin = self.rotary(positions, self.dtype)
+        rope = self._ops.rope(self.rotary.table, positions, self.dtype)
+        delta = None  # of the last half layer: added where the next one normalises, in one pass over memory
         for layer in self.layers:
-            x = layer(x, cos, sin, ctx)
-        return self.norm(x)
+            x, delta = layer(x, delta, rope, ctx)
+        return self.norm(x, delta)[1]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
@@ -72,16 +73,17 @@ class DecoderLM(nn.Module):
 class Layer(nn.Module):
     """Attention, then MLP, each normalised before and added to what came in."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, index: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.attention = Attention(config, index, dtype, device)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.mlp = MLP(config, dtype, device)
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
+        self.attention = Attention(config, index, ops, dtype, device)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, dtype, device)
+        self.mlp = MLP(config, ops, dtype, device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, ctx)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, delta: Tensor | None, rope: object, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        x, normed = self.attention_norm(x, delta)
+        x, normed = self.mlp_norm(x, self.attention(normed, rope, ctx))
+        return x, self.mlp(normed)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         return (
@@ -95,25 +97,24 @@ class Layer(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key-value heads (arXiv 2305.13245)."""
 
-    def __init__(self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, index: int, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.spec = AttentionSpec(index, heads, kv_heads, head_dim, head_dim**-0.5, config.windows[index])
         parts = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
-        self.qkv = Linear(config.hidden_size, parts, bias=config.qkv_bias, dtype=dtype, device=device)
+        self.qkv = Linear(config.hidden_size, parts, bias=config.qkv_bias, ops=ops, dtype=dtype, device=device)
         out = {"o_proj": config.hidden_size}
-        self.out = Linear(heads * head_dim, out, bias=config.output_bias, dtype=dtype, device=device)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, dtype, device) if config.qk_norm else None
+        self.out = Linear(heads * head_dim, out, bias=config.output_bias, ops=ops, dtype=dtype, device=device)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device) if config.qk_norm else None
+        self._ops = ops
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
-        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        qk, v = self.qkv(x).view(len(x), -1, self.spec.head_dim).split((heads + kv_heads, kv_heads), dim=1)
+    def forward(self, x: Tensor, rope: object, ctx: ForwardContext) -> Tensor:
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((heads, kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(qk, cos, sin).split((heads, kv_heads), dim=1)  # both at once: half the small operations
-        return self.out(ctx.attend(self.spec, q, k, v).flatten(1))
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q = self._ops.rope_and_store(self.qkv(x), rope, norms, *ctx.pages(self.spec), ctx.kv_slots)
+        return self.out(ctx.attend(self.spec, q).flatten(1))
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         slots = self.qkv.slots(prefix) | self.out.slots(prefix)
@@ -125,16 +126,16 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up = Linear(config.hidden_size, parts, bias=config.mlp_bias, dtype=dtype, device=device)
+        self.gate_up = Linear(config.hidden_size, parts, bias=config.mlp_bias, ops=ops, dtype=dtype, device=device)
         down = {"down_proj": config.hidden_size}
-        self.down = Linear(config.intermediate_size, down, bias=config.mlp_bias, dtype=dtype, device=device)
+        self._ops = ops
+        self.down = Linear(config.intermediate_size, down, bias=config.mlp_bias, ops=ops, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self._ops.swiglu(self.gate_up(x)))
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         return self.gate_up.slots(prefix) | self.down.slots(prefix)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoengine.attention.base import ForwardContext
+    from nanoengine.layers.ops import Ops
     from nanoengine.models.config import ModelConfig
     from nanoengine.weights.load import Slot
     from nanoengine.weights.sources import ModelFiles
@@ -53,8 +54,8 @@ class CausalLM(Protocol):
         ...
 
 
-def load_model(files: ModelFiles, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Build ``config``'s model in ``dtype`` on ``device`` and fill it from ``files``.
+def load_model(files: ModelFiles, config: ModelConfig, ops: Ops, dtype: torch.dtype, device: torch.device) -> CausalLM:
+    """Build ``config``'s model in ``dtype`` on ``device``, computing with ``ops``, and fill it from ``files``.
 
     Raises:
         ModelLoadError: weights are missing, unexpected, of another shape, or their files are damaged.
@@ -62,7 +63,7 @@ def load_model(files: ModelFiles, config: ModelConfig, dtype: torch.dtype, devic
     from nanoengine.weights.load import fill, stored_tensors
 
     module, name = FAMILIES[config.architecture].model.split(":")
-    model: CausalLM = getattr(import_module(module), name)(config, dtype, device)
+    model: CausalLM = getattr(import_module(module), name)(config, ops, dtype, device)
     fill(model.slots(), stored_tensors(files, config), model.ignores)
     model.finish()
     return model

@@ -9,6 +9,7 @@ import torch
 from nanoengine.attention.base import KVCache
 from nanoengine.attention.select import select_backend
 from nanoengine.config import EngineConfig
+from nanoengine.layers.ops import TorchOps
 from nanoengine.models.config import ModelConfig, load_model_config
 from nanoengine.models.registry import load_model
 from nanoengine.outputs import EngineInfo
@@ -30,7 +31,7 @@ def load_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: tuple[in
     # Before the weights, so that a model that no backend can serve fails at once.
     backend = select_backend(config.attention_backend, device=device, head_dim=model_config.head_dim, dtype=dtype)
     with phases("weights"):
-        model = load_model(files, model_config, dtype=dtype, device=device)
+        model = load_model(files, model_config, TorchOps(), dtype=dtype, device=device)
     with phases("kv_pool"):
         num_blocks = config.num_blocks or _pool_blocks(config, model_config, dtype, device)
         cache = KVCache.allocate(

@@ -96,7 +96,9 @@ class Pages:
         new_k = torch.cat([k[past:] for k, (past, _) in zip(self.k, self.rows, strict=True)])
         new_v = torch.cat([v[past:] for v, (past, _) in zip(self.v, self.rows, strict=True)])
         context = ForwardContext(TorchAttention(), self.cache, self.batch)
-        return context.attend(self.spec, torch.cat(self.q), new_k, new_v)
+        for pages, new in zip(context.pages(self.spec), (new_k, new_v), strict=True):
+            pages.flatten(0, 1).index_copy_(0, context.kv_slots, new)
+        return context.attend(self.spec, torch.cat(self.q))
 
     def naive(self) -> Tensor:
         """softmax(q·K) V in float64, per token and head."""

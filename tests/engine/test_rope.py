@@ -14,7 +14,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from nanoengine.errors import ModelLoadError
-from nanoengine.layers.rotary import RotaryEmbedding, frequencies, rotate
+from nanoengine.layers.ops import TorchOps, rotate
+from nanoengine.layers.rotary import RotaryEmbedding, frequencies
 from nanoengine.models.config import ModelConfig, RopeConfig, load_model_config
 from nanoengine.models.registry import CausalLM, load_model
 from nanoengine.weights.sources import ModelFiles
@@ -94,7 +95,8 @@ def test_frequencies_equal_transformers(name: str, head_dim: int, tmp_path: Path
     q, k = torch.randn(2, TRAINED, 3, head_dim)
     cos, sin = rotary(q, positions[None])
     q_wanted, k_wanted = apply_rotary_pos_emb(q, k, cos[0], sin[0])
-    cos, sin = RotaryEmbedding(ours.rope, head_dim, ours.max_position, CPU)(positions, torch.float32)
+    table = RotaryEmbedding(ours.rope, head_dim, ours.max_position, CPU).table
+    cos, sin = TorchOps().rope(table, positions, torch.float32)
     torch.testing.assert_close(rotate(q, cos, sin), q_wanted, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(rotate(k, cos, sin), k_wanted, atol=1e-6, rtol=1e-6)
 
@@ -105,7 +107,8 @@ def test_rotation_in_bfloat16_is_transformers_to_the_bit(tmp_path: Path) -> None
     positions = torch.arange(TRAINED)
     cos, sin = LlamaRotaryEmbedding(theirs)(q, positions[None])
     wanted, _ = apply_rotary_pos_emb(q, q, cos[0], sin[0])
-    cos, sin = RotaryEmbedding(ours.rope, 64, ours.max_position, CPU)(positions, torch.bfloat16)
+    table = RotaryEmbedding(ours.rope, 64, ours.max_position, CPU).table
+    cos, sin = TorchOps().rope(table, positions, torch.bfloat16)
     assert torch.equal(rotate(q, cos, sin), wanted)
 
 
@@ -113,7 +116,7 @@ def pair(name: str, folder: Path) -> tuple[CausalLM, transformers.PreTrainedMode
     write_tiny_model(folder, "llama", max_position_embeddings=TRAINED, rope_parameters=parameters(name))
     files = ModelFiles(folder, "safetensors")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return load_model(files, load_model_config(files), torch.float32, CPU), theirs.eval()
+    return load_model(files, load_model_config(files), TorchOps(), torch.float32, CPU), theirs.eval()
 
 
 @pytest.mark.parametrize("name", ROPES)

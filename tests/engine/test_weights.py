@@ -20,6 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
 from nanoengine.errors import ModelLoadError
+from nanoengine.layers.ops import TorchOps
 from nanoengine.layers.rotary import frequencies
 from nanoengine.models.config import load_model_config
 from nanoengine.models.registry import CausalLM, load_model
@@ -34,7 +35,7 @@ TOKENS = torch.randint(VOCAB, (23,), generator=torch.Generator().manual_seed(5))
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     files = ModelFiles(path, "gguf" if path.suffix == ".gguf" else "safetensors")
-    return load_model(files, load_model_config(files), dtype, torch.device("cpu"))
+    return load_model(files, load_model_config(files), TorchOps(), dtype, torch.device("cpu"))
 
 
 @torch.inference_mode()
@@ -455,6 +456,7 @@ def test_loading_keeps_no_second_copy(tmp_path: Path) -> None:
 import resource, torch
 from pathlib import Path
 from nanoengine.models.config import load_model_config
+from nanoengine.layers.ops import TorchOps
 from nanoengine.models.registry import load_model
 from nanoengine.weights.sources import ModelFiles
 torch.set_num_threads(1)
@@ -462,7 +464,7 @@ torch.ops.mkldnn._reorder_linear_weight(torch.zeros(8, 8), 8)  # what the librar
 import gguf.quants
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 files = ModelFiles(Path({str(tmp_path / "m.gguf")!r}), "gguf")
-model = load_model(files, load_model_config(files), torch.float32, torch.device("cpu"))
+model = load_model(files, load_model_config(files), TorchOps(), torch.float32, torch.device("cpu"))
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print((after - before) * 1024)
 """
