@@ -34,7 +34,7 @@ class EngineConfig(BaseModel):
     revision: str | None = Field(None, description="Hugging Face revision; None is the default branch.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = Field("auto", description="'auto' takes cuda where there is one, else cpu.")
-    attention_backend: Literal["auto", "torch", "triton"] = "auto"
+    attention_backend: Literal["auto", "torch", "triton", "flash", "flash4"] = "auto"
 
     block_size: int = Field(
         16, ge=1, le=256, description="Tokens in one KV block: the grain of allocation and of prefix sharing."
@@ -44,14 +44,23 @@ class EngineConfig(BaseModel):
         0.9, gt=0, le=1, description="Fraction of GPU memory for weights, KV pool and workspace."
     )
     cpu_kv_cache_bytes: int = Field(1 << 30, ge=1 << 20, description="KV pool's size on CPU, an upper bound.")
+    kv_cache_dtype: Literal["auto", "float8"] = Field(
+        "auto", description="'auto' is the model's dtype; float8 (e4m3, on a GPU) holds twice the tokens, less exactly."
+    )
     enable_prefix_caching: bool = True
 
     max_model_len: int | None = Field(None, ge=1, description="Longest prompt plus output; None takes the model's.")
-    max_num_seqs: int = Field(
-        256, ge=1, description="Sequences that run at once. More is more throughput and slower tokens for each."
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="Sequences that run at once. More is more throughput and slower tokens for each. "
+        "None takes 1,024 on a GPU, 256 elsewhere.",
     )
-    max_num_batched_tokens: int = Field(
-        2048, ge=1, description="Token budget of one step. More is faster prefill and longer gaps between tokens."
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Token budget of one step. More is faster prefill and longer gaps between tokens. "
+        "None takes 8,192 on a GPU, 2,048 elsewhere, and max_num_seqs if that is more.",
     )
     max_prefill_chunk: int | None = Field(
         None, ge=1, description="Longest piece of one prompt in one step; None is the whole budget."
@@ -61,6 +70,15 @@ class EngineConfig(BaseModel):
     )
     scheduling_policy: Literal["fcfs"] = Field("fcfs", description="Order of admission and choice of whom to preempt.")
 
+    cuda_graphs: bool = Field(
+        True, description="On a GPU: run steps that only decode as CUDA graphs. Off saves seconds of start-up."
+    )
+    overlap: bool = Field(True, description="On a GPU: plan and launch a step while the one before it runs.")
+    deterministic: bool = Field(
+        False,
+        description="On a GPU: the same tokens whatever else is in the batch, the cache or the past. Slower.",
+    )
+
     seed: int = Field(0, description="Seeds the requests that bring none.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads for the model; None takes all cores that this process may use."
@@ -69,9 +87,15 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _budget_holds_a_decode_of_each(self) -> EngineConfig:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (self.max_num_batched_tokens or self.max_num_seqs or 0) < (self.max_num_seqs or 0):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): each running sequence decodes one token a step"
             )
         return self
+
+    def step_limits(self, device: str) -> tuple[int, int]:
+        """(max_num_seqs, max_num_batched_tokens) on a type of device, with the defaults filled in."""
+        rows, tokens = (1024, 8192) if device == "cuda" else (256, 2048)
+        rows = self.max_num_seqs or min(rows, self.max_num_batched_tokens or rows)
+        return rows, self.max_num_batched_tokens or max(tokens, rows)

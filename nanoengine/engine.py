@@ -12,7 +12,7 @@ import numpy as np
 
 from nanoengine.cache.blocks import BlockPool
 from nanoengine.config import EngineConfig
-from nanoengine.outputs import EngineInfo, Load, TokenLogprob
+from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
 from nanoengine.runner.base import PendingStep
 from nanoengine.runner.build import build_runner
 from nanoengine.sampling.params import SamplingParams
@@ -43,11 +43,12 @@ class Engine:
         built = build_runner(config, eos_token_ids)
         self.info: EngineInfo = built.info
         self._runner = built.runner
+        self._memory_summary = built.memory_summary
         self._pool = BlockPool(built.runner.num_blocks)
         limits = Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_chunk=config.max_prefill_chunk or config.max_num_batched_tokens,
+            max_num_seqs=built.info.max_num_seqs,
+            max_num_batched_tokens=built.info.max_num_batched_tokens,
+            max_prefill_chunk=config.max_prefill_chunk or built.info.max_num_batched_tokens,
             max_model_len=built.info.max_model_len,
             block_size=config.block_size,
             vocab_size=built.info.vocab_size,
@@ -118,6 +119,10 @@ class Engine:
             preemptions=counters.preemptions,
             finished=dict(self._finished),
         )
+
+    def memory_summary(self) -> MemorySummary:
+        """Where the device's memory went, and what has grown since the start. Waits for the device."""
+        return self._memory_summary()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no running request uses."""

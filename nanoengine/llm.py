@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from nanoengine.answer import Answer, Made
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, StepOutput
 from nanoengine.errors import InvalidRequestError
-from nanoengine.outputs import Completion, Delta
+from nanoengine.outputs import Completion, Delta, FinishReason, TokenLogprob
 from nanoengine.request import check_request, token_array
 from nanoengine.sampling.params import SamplingParams
+from nanoengine.scheduling.step import IntArray
 from nanoengine.text.chat import ChatTemplate
-from nanoengine.text.tokenizer import load_tokenizer
+from nanoengine.text.tokenizer import Tokenizer, load_tokenizer
 from nanoengine.weights.sources import resolve_model
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
+
+_TEXTS_A_STEP = 16
 
 
 class LLM:
@@ -35,7 +39,7 @@ class LLM:
         config = EngineConfig(model=model, **settings)
         self.tokenizer = load_tokenizer(resolve_model(config.model, config.revision))
         self.engine = Engine(config, self.tokenizer.eos_token_ids)
-        self._keys = itertools.count()
+        self._next_key = 0
 
     def generate(
         self,
@@ -60,18 +64,17 @@ class LLM:
         info = self.engine.info
         for prompt, each in zip(batch, params, strict=True):
             check_request(token_array(prompt), each, info.max_model_len, info.vocab_size)
-        answers: dict[int, _Growing] = {}
-        for prompt, each in zip(batch, params, strict=True):
-            key = next(self._keys)
+        answers = _Answers(self.tokenizer, batch, params, info.max_model_len)
+        keys = range(self._next_key, self._next_key + len(batch))
+        self._next_key = keys.stop
+        for key, prompt, each in zip(keys, batch, params, strict=True):
             self.engine.add(key, token_array(prompt), each)
-            answers[key] = _Growing(Answer(self.tokenizer, each, prompt), each, prompt)
         try:
-            self._run(answers, use_tqdm)
+            self._run(answers, keys.start, use_tqdm)
         finally:
-            for key, answer in answers.items():
-                if answer.completion is None:  # interrupted: leave nothing behind for the next call
-                    self.engine.abort(key)
-        return [answer.completion for answer in answers.values() if answer.completion is not None]
+            for index in answers.unfinished:  # interrupted: leave nothing behind for the next call
+                self.engine.abort(keys[index])
+        return [answer for answer in answers.completions if answer is not None]
 
     def chat(
         self,
@@ -96,63 +99,80 @@ class LLM:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_array(prompt).tolist()
 
-    def _run(self, answers: dict[int, _Growing], use_tqdm: bool) -> None:
-        unfinished = len(answers)
-        with tqdm(total=unfinished, desc="prompts", disable=not use_tqdm) as bar:
-            while unfinished:
-                output = self.engine.step()
-                assert output is not None, "requests are unfinished, but the engine has nothing to do"
-                for key in self._apply(output, answers):
-                    if (completion := answers[key].completion) is None:
-                        continue
-                    unfinished -= 1
+    def _run(self, answers: _Answers, first_key: int, use_tqdm: bool) -> None:
+        with tqdm(total=len(answers.unfinished), desc="prompts", disable=not use_tqdm) as bar:
+            while answers.unfinished:
+                if output := self.engine.step():
+                    answers.add(output, first_key)
+                # Text of a few at a time while the device computes: a thousand that end together would make it wait.
+                for index in answers.complete(_TEXTS_A_STEP if self.engine.has_work else None):
+                    self.engine.abort(first_key + index)  # unknown by now, unless a stop string ended it
                     bar.update()
-                    bar.set_postfix_str(f"{len(completion.token_ids)} tokens", refresh=False)
+            while self.engine.has_work:  # steps that were launched before it was known that nobody needs them
+                self.engine.step()
 
-    def _apply(self, output: StepOutput, answers: dict[int, _Growing]) -> list[int]:
-        """Hand out a step's tokens; returns the keys of answers that may have ended."""
-        for key, cached in output.started:
-            answers[key].answer.cached_tokens = cached
-        keys = output.keys.tolist()
-        for i, (key, token) in enumerate(zip(keys, output.tokens.tolist(), strict=True)):
-            made = answers[key].made
-            made.tokens.append(token)
-            if i in output.logprobs:
-                made.logprobs.append(output.logprobs[i])
-        for end in output.finished:
-            made = answers[end.key].made
-            made.finish_reason, made.stop_token = end.reason, end.stop_token
+
+class _Answers:
+    """The answers of one batch as they grow. What every step touches is in arrays, one element a request."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompts: Sequence[list[int]], params: Sequence[SamplingParams], max_model_len: int
+    ) -> None:
+        self.completions: list[Completion | None] = [None] * len(prompts)
+        self.unfinished = set(range(len(prompts)))
+        self._prompts = prompts
+        self._answers = [Answer(tokenizer, each, prompt) for prompt, each in zip(prompts, params, strict=True)]
+        self._deltas: list[list[Delta]] = [[] for _ in prompts]
+        rooms = [max_model_len - len(prompt) for prompt in prompts]
+        rooms = [min(room, each.max_tokens or room) for room, each in zip(rooms, params, strict=True)]
+        self._begin = np.cumsum([0, *rooms])  # where each request's tokens lie in the flat array
+        self._tokens: IntArray = np.empty(self._begin[-1], np.int32)  # untouched pages take no memory
+        self._taken = self._begin[:-1].copy()  # up to here they are in a delta
+        self._end = self._begin[:-1].copy()
+        self._logprobs: dict[int, list[TokenLogprob]] = {i: [] for i, p in enumerate(params) if p.logprobs is not None}
         # Text is worked out at the end, but where a stop string may end an answer at any token.
-        ready = [end.key for end in output.finished] + [key for key in keys if answers[key].watched]
-        for key in dict.fromkeys(ready):
-            answers[key].take()
-            if answers[key].completion is not None:
-                self.engine.abort(key)  # unknown to the engine by now, unless a stop string ended it
-        return list(dict.fromkeys(ready))
+        self._watched = np.array([bool(each.stop) for each in params], np.bool_)
+        self._ready: deque[tuple[int, FinishReason | None, int | None]] = deque()
 
+    def add(self, output: StepOutput, first_key: int) -> None:
+        """Take in what a step brought; requests have the keys from ``first_key`` on."""
+        for key, cached in output.started:
+            self._answers[key - first_key].cached_tokens = cached
+        indices = output.keys - first_key
+        self._tokens[self._end[indices]] = output.tokens
+        self._end[indices] += 1
+        for row, logprob in output.logprobs.items():
+            self._logprobs[int(indices[row])].append(logprob)
+        ended = [(end.key - first_key, end.reason, end.stop_token) for end in output.finished]
+        self._ready.extend(ended)
+        watched = set(indices[self._watched[indices]].tolist()).difference(index for index, _, _ in ended)
+        self._ready.extendleft((index, None, None) for index in watched)
 
-class _Growing:
-    """One answer of a batch."""
+    def complete(self, most: int | None) -> list[int]:
+        """Work out the text of at most so many answers (None: all that can be); returns those that are complete."""
+        complete: list[int] = []
+        while self._ready and (most is None or len(complete) < most):
+            index, reason, stop_token = self._ready.popleft()
+            if index in self.unfinished and self._take(index, reason, stop_token):
+                self.unfinished.remove(index)
+                complete.append(index)
+        return complete
 
-    def __init__(self, answer: Answer, params: SamplingParams, prompt: list[int]) -> None:
-        self.answer = answer
-        self.made = Made()
-        self.watched = bool(params.stop)
-        self.completion: Completion | None = None
-        self._prompt = prompt
-        self._deltas: list[Delta] = []
-
-    def take(self) -> None:
-        """Turn what was made into text, and into a completion if that ended the answer."""
-        delta = self.answer.take(self.made)
-        self.made = Made()
-        self._deltas.append(delta)
+    def _take(self, index: int, reason: FinishReason | None, stop_token: int | None) -> bool:
+        """Turn an answer's new tokens into text; whether that ended it."""
+        tokens = self._tokens[self._taken[index] : self._end[index]].tolist()
+        self._taken[index] = self._end[index]
+        logprobs = self._logprobs.pop(index, [])
+        delta = self._answers[index].take(Made(tokens, logprobs, reason, stop_token))
+        deltas = self._deltas[index]
+        deltas.append(delta)
         if delta.finish_reason is None:
-            return
-        deltas = self._deltas
+            if delta.logprobs is not None:
+                self._logprobs[index] = []
+            return False
         with_logprobs = delta.logprobs is not None
-        self.completion = Completion(
-            prompt_token_ids=self._prompt,
+        self.completions[index] = Completion(
+            prompt_token_ids=self._prompts[index],
             token_ids=[token for d in deltas for token in d.token_ids],
             text="".join(d.text for d in deltas),
             finish_reason=delta.finish_reason,
@@ -160,6 +180,7 @@ class _Growing:
             logprobs=[entry for d in deltas for entry in d.logprobs or ()] if with_logprobs else None,
             cached_tokens=delta.cached_tokens,
         )
+        return True
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -54,6 +54,8 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     block_size: int
     num_blocks: int
+    max_num_seqs: int  # sequences that run at once
+    max_num_batched_tokens: int  # of one step
     device: str
     dtype: str
     load_seconds: dict[str, float] = field(default_factory=dict)  # by phase of start-up
@@ -82,3 +84,17 @@ class Load:
     def kv_usage(self) -> float:
         """Fraction of KV blocks in use, 0 to 1."""
         return self.blocks_used / self.blocks_total if self.blocks_total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySummary:
+    """Where an engine's memory went, in bytes. Zero where it is not known: of a CPU only weights and pool are."""
+
+    weights: int
+    kv_pool: int
+    graphs: int = 0  # recorded steps: their tensors and kernels' parameters
+    workspace: int = 0  # the most that a step takes beside them, as profiled at start-up
+    total: int = 0  # of the device
+    used: int = 0  # of the device, by this process and all others
+    other: int = 0  # used, but not by torch's allocator here: CUDA itself, libraries, other processes
+    growth: int = 0  # live tensors now beyond those at the end of start-up; what stays when idle is a leak

@@ -39,8 +39,9 @@ class Batch:
     seq_lens: Tensor  # int32 [rows] context length of each row, this step's tokens included
     block_table: Tensor  # int32 [rows, width]
     kv_slots: Tensor  # int64 [tokens] where each token's K and V go: block * block_size + offset
-    query_lens_host: tuple[int, ...]  # [rows]
-    seq_lens_host: tuple[int, ...]  # [rows]
+    query_lens_host: tuple[int, ...]  # [rows]; empty while a graph is recorded: the device alone knows then
+    seq_lens_host: tuple[int, ...]  # [rows]; likewise
+    longest: int = 0  # a bound on seq_lens where seq_lens_host is empty
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class AttentionBackend(ABC):
     """Attention over pages. ``prepare`` runs once a step, ``decode`` and ``prefill`` once a layer."""
 
     name: str
+    recordable = False  # whether decode works under a CUDA graph: from device tensors and Batch.longest alone
 
     def prepare(self, batch: Batch, block_size: int) -> object:
         """Work out what all layers of a step share (indices, masks, split plans); handed to decode and prefill."""

@@ -13,7 +13,15 @@ from nanoengine.errors import ModelLoadError
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def select_backend(name: str, *, device: torch.device, head_dim: int, dtype: torch.dtype) -> AttentionBackend:
+def select_backend(
+    name: str,
+    *,
+    device: torch.device,
+    head_dim: int,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    kv_dtype: torch.dtype | None = None,
+) -> AttentionBackend:
     """The backend called ``name``; "auto" takes the fastest that fits.
 
     Raises:

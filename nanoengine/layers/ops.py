@@ -26,6 +26,8 @@ class HeadNorms:
 class Ops(Protocol):
     """Float tensors are in the model's dtype; T is the number of tokens. Nothing here waits for the device."""
 
+    fused: bool  # kernels of our own: kv_slots may be int32, and a negative one stores nothing
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out]."""
 
@@ -58,6 +60,8 @@ class Ops(Protocol):
 
 class TorchOps:
     """See the module."""
+
+    fused = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -59,6 +59,11 @@ class DecoderLM(nn.Module):
         tied_head = name == "lm_head.weight" and self.config.tie_word_embeddings
         return tied_head or name.endswith(".rotary_emb.inv_freq")
 
+    def weight_bytes(self) -> int:
+        held = [*self.parameters(), *self.buffers()]
+        held += [m.packed for m in self.modules() if isinstance(m, (Linear, TiedHead)) and m.packed is not None]
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in held)
+
     def finish(self) -> None:
         for module in self.modules():
             if isinstance(module, (Linear, TiedHead)):

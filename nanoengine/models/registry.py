@@ -49,6 +49,10 @@ class CausalLM(Protocol):
         """Whether a checkpoint may hold this tensor though the model has no use for it."""
         ...
 
+    def weight_bytes(self) -> int:
+        """Memory of the weights, as they are laid out."""
+        ...
+
     def finish(self) -> None:
         """Called once when all slots are filled: lay weights out as the device likes them best."""
         ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoengine.config import EngineConfig
-from nanoengine.outputs import EngineInfo
+from nanoengine.outputs import EngineInfo, MemorySummary
 from nanoengine.runner.built import BuiltRunner, Phases, model_len
 from nanoengine.runner.synthetic import SyntheticRunner
 from nanoengine.text.tokenizer import load_tokenizer
@@ -28,9 +28,10 @@ def build_runner(config: EngineConfig, eos_token_ids: tuple[int, ...] = ()) -> B
 def _build_synthetic(config: EngineConfig, files: ModelFiles, phases: Phases) -> BuiltRunner:
     synthetic = config.synthetic
     tokenizer = load_tokenizer(files)
-    num_blocks = config.num_blocks or -(-config.max_num_seqs * synthetic.max_model_len // config.block_size)
+    max_num_seqs, max_num_batched_tokens = config.step_limits("none")
+    num_blocks = config.num_blocks or -(-max_num_seqs * synthetic.max_model_len // config.block_size)
     runner = SyntheticRunner(
-        num_slots=config.max_num_seqs,
+        num_slots=max_num_seqs,
         num_blocks=num_blocks,
         block_size=config.block_size,
         step_seconds=synthetic.step_seconds,
@@ -43,8 +44,10 @@ def _build_synthetic(config: EngineConfig, files: ModelFiles, phases: Phases) ->
         eos_token_ids=(),
         block_size=config.block_size,
         num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
         device="none",
         dtype="none",
         load_seconds=phases.seconds,
     )
-    return BuiltRunner(runner, info)
+    return BuiltRunner(runner, info, lambda: MemorySummary(weights=0, kv_pool=0))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nanoengine.config import EngineConfig
-from nanoengine.outputs import EngineInfo
+from nanoengine.outputs import EngineInfo, MemorySummary
 from nanoengine.runner.base import Runner
 
 
@@ -18,6 +18,7 @@ class BuiltRunner:
 
     runner: Runner
     info: EngineInfo
+    memory_summary: Callable[[], MemorySummary]
 
 
 @dataclass(slots=True)

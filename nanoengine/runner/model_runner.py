@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,17 +13,25 @@ from nanoengine.attention.base import AttentionBackend, Batch, ForwardContext, K
 from nanoengine.models.registry import CausalLM
 from nanoengine.outputs import TokenLogprob
 from nanoengine.runner.base import StepResult
-from nanoengine.runner.inputs import LongArray, flatten
-from nanoengine.sampling.sampler import Sampled, Sampler
+from nanoengine.runner.cuda_graphs import DecodeGraphs
+from nanoengine.runner.inputs import FlatInputs, Staging, flatten, words
+from nanoengine.sampling.sampler import Logprobs, Sampler
 from nanoengine.scheduling.step import IntArray, Step
 
-_NONE: IntArray = np.empty(0, np.int32)
+_SPECIAL_ROWS = 64  # at once: bounds the float32 copies of logits that penalties and log-probabilities work on
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step, from which buffers are sized."""
+
+    rows: int
+    tokens: int
+    blocks: int  # of one row
 
 
 class ModelRunner:
     """Owns the KV cache and all device state that is kept per slot."""
-
-    depth = 0
 
     def __init__(
         self,
@@ -29,18 +40,29 @@ class ModelRunner:
         cache: KVCache,
         sampler: Sampler,
         *,
-        num_slots: int,
+        limits: StepLimits,
         device: torch.device,
+        depth: int = 0,
     ) -> None:
+        """``depth`` steps may be in flight while another one is launched."""
         self.num_blocks = cache.keys[0].shape[0]
+        self.depth = depth
         self._model = model
         self._backend = backend
         self._cache = cache
         self._sampler = sampler
         self._device = device
-        # The token that each slot's sequence decodes next stays on the device: a step needs no token from the host.
-        self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._num_logprobs = np.full(num_slots, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
+        self._limits = limits
+        self._graphs: DecodeGraphs | None = None
+        # The token that each slot's sequence decodes next stays on the device: a step needs none from the host. The
+        # slot after the last is the padding's.
+        self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(limits.rows, dtype=torch.int32, device=device)
+        self._pads = (limits.rows,) * 4
+        self._staging = Staging(_staging_words(limits), depth + 1, device)
+        self._num_logprobs = np.full(limits.rows, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
+
+    # -- launch --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, step: Step) -> _Launched:
@@ -49,57 +71,171 @@ class ModelRunner:
             asked = admission.params.logprobs
             self._num_logprobs[admission.slot] = -1 if asked is None else asked
         inputs = flatten(step, self._cache.block_size)
-        slots = self._to_device(step.slots.astype(np.int64))
-        batch = Batch(
-            num_decodes=step.num_decodes,
-            query_start=self._to_device(inputs.query_start),
-            seq_lens=self._to_device(inputs.seq_lens),
-            block_table=self._to_device(step.block_table),
-            kv_slots=self._to_device(inputs.kv_slots),
-            query_lens_host=tuple(step.counts.tolist()),
-            seq_lens_host=tuple(inputs.seq_lens.tolist()),
-        )
-        input_ids = self._last_token[slots[: step.num_decodes]]
-        if len(step.tokens):
-            input_ids = torch.cat((input_ids, self._to_device(step.tokens.astype(np.int64))))
-        context = ForwardContext(self._backend, self._cache, batch)
-        hidden = self._model(input_ids, self._to_device(inputs.positions), context)
+        size = None
+        if self._graphs is not None and step.num_decodes == len(step.slots):
+            size = self._graphs.size(step.num_decodes)
+        logits = self._eager(step, inputs) if size is None else self._replay(step, inputs, size)
 
         rows = inputs.sampled_rows
         if not len(rows):
-            return _Launched(len(step.slots), rows, None, _NONE)
-        if len(rows) < len(hidden):
-            hidden = hidden[self._to_device(inputs.sampled_at)]
-        # The token sampled comes right after the row's context.
-        sampled = self._sampler(self._model.logits(hidden), step.slots[rows], inputs.seq_lens[rows])
-        self._last_token[slots[self._to_device(rows)]] = sampled.tokens
-        return _Launched(len(step.slots), rows, sampled, self._num_logprobs[step.slots[rows]])
+            return _Launched(len(step.slots), rows, None, [], self._device)
+        slots, positions = step.slots[rows], inputs.seq_lens[rows]  # the token sampled comes right after the context
+        logprobs = []
+        special = np.flatnonzero(self._sampler.special(slots, positions))
+        for begin in range(0, len(special), _SPECIAL_ROWS):
+            some = special[begin : begin + _SPECIAL_ROWS]
+            if found := self._sample_specially(logits, some, slots[some], positions[some]):
+                logprobs.append((rows[some], self._num_logprobs[slots[some]], found))
+        return _Launched(len(step.slots), rows, self._tokens[: len(rows)], logprobs, self._device)
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+    def _eager(self, step: Step, inputs: FlatInputs) -> Tensor:
+        """Any step, one operation after the other. Returns the logits of the rows that sample, in order."""
+        admitted = np.array([admission.slot for admission in step.admissions], np.int32)
+        rows = inputs.sampled_rows
+        arrays = (
+            inputs.query_start, inputs.seq_lens, step.block_table, inputs.positions, inputs.kv_slots, step.tokens,
+            step.slots[: step.num_decodes], inputs.sampled_at, step.slots[rows], inputs.seq_lens[rows],
+            admitted, self._sampler.settings(admitted),
+        )  # fmt: skip
+        (
+            query_start, seq_lens, block_table, positions, kv_slots, tokens,
+            decoded, sampled_at, sampled_slots, sampled_positions,
+            admitted_slots, settings,
+        ) = self._staging.send(arrays)  # fmt: skip
+        fused = self._sampler.fused
+        if fused is not None and len(admitted):
+            fused.update(admitted_slots, settings)
+        batch = Batch(
+            num_decodes=step.num_decodes,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            kv_slots=kv_slots.long(),
+            query_lens_host=tuple(step.counts.tolist()),
+            seq_lens_host=tuple(inputs.seq_lens.tolist()),
+        )
+        input_ids = self._last_token.index_select(0, decoded)
+        if len(tokens):
+            input_ids = torch.cat((input_ids, tokens))
+        hidden = self._model(input_ids, positions, ForwardContext(self._backend, self._cache, batch))
+        if len(rows) < len(hidden):
+            hidden = hidden.index_select(0, sampled_at)
+        logits = self._model.logits(hidden)
+        if fused is not None and len(rows):
+            fused(logits, sampled_slots, sampled_positions, self._tokens[: len(rows)], self._last_token)
+        return logits
+
+    def _sample_specially(
+        self, logits: Tensor, at: np.ndarray, slots: IntArray, positions: IntArray
+    ) -> Logprobs | None:
+        """Sample those rows of ``logits`` again that the device's sampler cannot."""
+        everything = len(at) == len(logits)
+        where = None if everything else torch.from_numpy(at).to(self._device)
+        sampled = self._sampler(logits if where is None else logits[where], slots, positions)
+        tokens = sampled.tokens.int()
+        if where is None:
+            self._tokens[: len(at)] = tokens
+        else:
+            self._tokens[where] = tokens
+        self._last_token[torch.from_numpy(slots.astype(np.int64)).to(self._device)] = tokens
+        return sampled.logprobs
+
+    # -- graphs --------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Record decode steps of these numbers of rows (ascending) as CUDA graphs; steps that only decode use them."""
+        limits, device = self._limits, self._device
+        self._slots, self._seq_lens, self._positions, self._kv_slots = self._staging.fixed(self._pads)
+        self._block_table = torch.zeros(limits.rows, limits.blocks, dtype=torch.int32, device=device)
+        self._query_start = torch.arange(limits.rows + 1, dtype=torch.int32, device=device)
+        self._slots.fill_(limits.rows)
+        self._seq_lens.fill_(1)
+        graphs = DecodeGraphs(self._decode, sizes, device)
+        graphs.capture()
+        self._graphs = graphs
+
+    def _replay(self, step: Step, inputs: FlatInputs, size: int) -> Tensor:
+        rows = len(step.slots)
+        padding = size - rows
+        arrays = (
+            np.pad(step.slots, (0, padding), constant_values=self._limits.rows),
+            np.pad(inputs.seq_lens, (0, padding)),
+            np.pad(inputs.positions, (0, padding)),
+            np.pad(inputs.kv_slots, (0, padding), constant_values=-1),
+            step.block_table,
+        )
+        block_table = self._staging.send(arrays, self._pads)[-1]
+        self._block_table[:rows, : block_table.shape[1]].copy_(block_table)
+        assert self._graphs is not None
+        return self._graphs.replay(size)[:rows]
+
+    def _decode(self, rows: int) -> Tensor:
+        """A decode step of the first rows of the buffers, token embedding to sampled token; returns the logits."""
+        slots, seq_lens = self._slots[:rows], self._seq_lens[:rows]
+        batch = Batch(
+            num_decodes=rows,
+            query_start=self._query_start[: rows + 1],
+            seq_lens=seq_lens,
+            block_table=self._block_table[:rows],
+            kv_slots=self._kv_slots[:rows],
+            query_lens_host=(),
+            seq_lens_host=(),
+            longest=self._limits.blocks * self._cache.block_size,
+        )
+        input_ids = self._last_token.index_select(0, slots)
+        context = ForwardContext(self._backend, self._cache, batch)
+        logits = self._model.logits(self._model(input_ids, self._positions[:rows], context))
+        assert self._sampler.fused is not None
+        self._sampler.fused(logits, slots, seq_lens, self._tokens[:rows], self._last_token)
+        return logits
+
+
+def _staging_words(limits: StepLimits) -> int:
+    rows, tokens = limits.rows, limits.tokens
+    padded = (*(rows,) * 4, rows * limits.blocks)
+    flat = (rows + 1, rows, rows * limits.blocks, *(tokens,) * 3, *(rows,) * 5, rows * 8)
+    return max(words(padded), words(flat))
 
 
 class _Launched:
     """A step whose tokens may still be on the way from the device."""
 
-    def __init__(self, num_rows: int, rows: LongArray, sampled: Sampled | None, num_logprobs: IntArray) -> None:
-        self._num_rows, self._rows, self._sampled, self._num_logprobs = num_rows, rows, sampled, num_logprobs
+    def __init__(
+        self,
+        num_rows: int,
+        rows: IntArray,
+        tokens: Tensor | None,
+        logprobs: list[tuple[IntArray, IntArray, Logprobs]],
+        device: torch.device,
+    ) -> None:
+        self._num_rows, self._rows = num_rows, rows
+        self._tokens = None if tokens is None else _to_host(tokens)
+        self._logprobs = [(r, asked, Logprobs(*map(_to_host, found))) for r, asked, found in logprobs]
+        # Waited for alone: what was launched since need not be done.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record()
 
     def result(self) -> StepResult:
         tokens: IntArray = np.zeros(self._num_rows, np.int32)
-        if self._sampled is None:
-            return StepResult(tokens, {})
-        tokens[self._rows] = self._sampled.tokens.cpu().numpy()
-        return StepResult(tokens, self._logprobs(tokens))
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._tokens is not None:
+            tokens[self._rows] = self._tokens.numpy()
+        logprobs: dict[int, TokenLogprob] = {}
+        for rows, asked, found in self._logprobs:
+            chosen, top_ids, top_logprobs = (tensor.numpy() for tensor in found)
+            for i, (row, k) in enumerate(zip(rows.tolist(), asked.tolist(), strict=True)):
+                if k >= 0:
+                    top = zip(top_ids[i, :k].tolist(), top_logprobs[i, :k].tolist(), strict=True)
+                    logprobs[row] = TokenLogprob(int(tokens[row]), float(chosen[i]), tuple(top))
+        return StepResult(tokens, logprobs)
 
-    def _logprobs(self, tokens: IntArray) -> dict[int, TokenLogprob]:
-        assert self._sampled is not None
-        if self._sampled.logprobs is None:
-            return {}
-        chosen, top_ids, top_logprobs = (t.cpu().numpy() for t in self._sampled.logprobs)
-        result = {}
-        for i, (row, k) in enumerate(zip(self._rows.tolist(), self._num_logprobs.tolist(), strict=True)):
-            if k >= 0:
-                top = zip(top_ids[i, :k].tolist(), top_logprobs[i, :k].tolist(), strict=True)
-                result[row] = TokenLogprob(int(tokens[row]), float(chosen[i]), tuple(top))
-        return result
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is there when the device has come so far."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoengine.runner.base import StepResult
-from nanoengine.runner.inputs import LongArray, flatten
+from nanoengine.runner.inputs import flatten
 from nanoengine.scheduling.step import IntArray, Step
 
 _Hash = npt.NDArray[np.uint64]
@@ -26,8 +26,8 @@ def _mix(x: _Hash) -> _Hash:
     return x ^ (x >> np.uint64(31))
 
 
-def content(tokens: IntArray, positions: LongArray) -> _Hash:
-    """What the stand-in stores for tokens (int32 [n]) at positions (int64 [n]): their "keys and values", uint64 [n]."""
+def content(tokens: IntArray, positions: IntArray) -> _Hash:
+    """What the stand-in stores for tokens (int32 [n]) at positions (int32 [n]): their "keys and values", uint64 [n]."""
     return _mix((tokens.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64) + np.uint64(1))
 
 

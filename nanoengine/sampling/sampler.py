@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,10 @@ from torch import Tensor
 from nanoengine.sampling import filters
 from nanoengine.sampling.penalties import Penalties
 from nanoengine.sampling.random import request_seed, uniform
-from nanoengine.scheduling.step import Admission, IntArray
+from nanoengine.scheduling.step import Admission, BoolArray, IntArray
+
+if TYPE_CHECKING:
+    from nanoengine.sampling.device import DeviceSampler
 
 _ROW = np.dtype(
     [
@@ -70,8 +73,16 @@ class Sampler:
     """Samples for up to ``num_slots`` sequences at once. ``seed`` is the engine's, for requests that bring none."""
 
     def __init__(
-        self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device, seed: int
+        self,
+        num_slots: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        seed: int,
+        fused: DeviceSampler | None = None,
     ) -> None:
+        """``fused`` takes the rows that it can; the others, or without it all, are ``special``."""
+        self.fused = fused
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._device = device
@@ -102,6 +113,20 @@ class Sampler:
             self._penalties.admit(slot, admission.prompt, admission.output)
         if params.min_tokens and ending_ids:
             self._set_ending_ids(slot, ending_ids)
+
+    def special(self, slots: IntArray, positions: IntArray) -> BoolArray:
+        """Which rows the fused kernel cannot sample; arguments as for a call."""
+        if self.fused is None:
+            return np.ones(len(slots), np.bool_)
+        rows = self._table[slots]
+        return rows["penalised"] | (rows["logprobs"] >= 0) | (positions < rows["stoppable_from"])
+
+    def settings(self, slots: IntArray) -> IntArray:
+        """What the fused kernel has to know of these slots: int32 [n, SETTINGS], to be sent to ``fused.update``."""
+        if self.fused is None:
+            return np.empty((len(slots), 0), np.int32)
+        rows = self._table[slots]
+        return self.fused.pack(*(rows[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")))
 
     def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
         """Sample row i of ``logits`` [n, vocab] (any float dtype, left as it is) for the sequence in ``slots[i]``.
