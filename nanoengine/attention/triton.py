@@ -27,5 +27,5 @@ class TritonAttention(TorchAttention):
             batch.seq_lens[:rows],
             scale=spec.scale,
             window=spec.window,
-            longest=max(batch.seq_lens_host[:rows]),
+            longest=batch.longest_decode,
         )
