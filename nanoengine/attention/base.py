@@ -31,7 +31,8 @@ class AttentionSpec:
 class Batch:
     """The layout of one step's tokens, shared by all layers. Rows are sequences; decode rows (one token) come first.
 
-    Tensors are on the device; the ``*_host`` fields are Python copies for backends that loop over rows.
+    Tensors are on the device; the ``*_host`` fields are Python copies for backends that loop over rows. While a CUDA
+    graph is captured these are empty, all rows are decodes and ``longest`` is a bound; a row of length 0 is padding.
     """
 
     num_decodes: int
@@ -41,7 +42,12 @@ class Batch:
     kv_slots: Tensor  # int64 [tokens] where each token's K and V go: block * block_size + offset
     query_lens_host: tuple[int, ...]  # [rows]; empty while a graph is recorded: the device alone knows then
     seq_lens_host: tuple[int, ...]  # [rows]; likewise
-    longest: int = 0  # a bound on seq_lens where seq_lens_host is empty
+    longest: int = 0  # at least the length of every decode row; 0: see seq_lens_host
+
+    @property
+    def longest_decode(self) -> int:
+        """At least the length of every decode row."""
+        return self.longest or max(self.seq_lens_host[: self.num_decodes])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ class TritonAttention(TorchAttention):
     kernels/paged_decode.py). A prefill is bound by arithmetic, so gathering its context first costs it little."""
 
     name = "triton"
+    recordable = True
 
     def decode(
         self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, plan: object
@@ -27,5 +28,5 @@ class TritonAttention(TorchAttention):
             batch.seq_lens[:rows],
             scale=spec.scale,
             window=spec.window,
-            longest=max(batch.seq_lens_host[:rows]),
+            longest=batch.longest_decode,
         )

@@ -4,6 +4,9 @@ One query token a row. A program takes one row, one key-value head and one stret
 share the key-value head are packed into one tile, so that keys and values are read once for all of them, and a second
 kernel merges the stretches by their log-sum-exp (Flash-Decoding, Dao et al., 2023).
 
+The grid follows from sizes that the host knows, and each row divides its own length among its programs on the device:
+a CUDA graph captured for the longest context serves short ones, whose spare programs end at once.
+
 Decoding is bound by reading keys and values. On one H200 (reads at most 4.43 TB/s) this reads them at, in TB/s: 4.01
 for 256 rows of 200 to 1,400 tokens, 4.33 for 64 of 8k, 4.00 for 1,024 of 128 to 256 (16 query and 8 key-value heads of
 128, bfloat16, blocks of 16; blocks of 32 are no faster); 1 row of 2k takes 14 us.
@@ -16,10 +19,78 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
+"""The kernels take powers of 2, which the hardware has; scores are scaled by this."""
+
+_PROGRAMS = 8192
+"""Programs of a launch, unless contexts are long: 60 for each processor of an H200, so that ragged rows even out, while
+the empty ones of a captured graph still cost little."""
+
+_MAX_SPLITS = 64
+"""Programs of one row and head: with 8 heads, 4 for each processor of an H200."""
 
 
 @triton.jit
+def attend_span(  # type: ignore[no-untyped-def]
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    begin,
+    end,
+    head,
+    scale_log2,
+    kv_block_stride,
+    kv_token_stride,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attention of q [LANES, DIM_PAD] to positions [begin, end) of the row whose block table is at ``table_ptr``.
+
+    Returns its output, normalised, and the log2 of the sum of its weights; 0 and -inf of an empty span.
+    """
+    dims = tl.arange(0, DIM_PAD)
+    best = tl.full((LANES,), float("-inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    out = tl.zeros((LANES, DIM_PAD), tl.float32)
+    for start in tl.range(begin, end, TILE, num_stages=STAGES):
+        at = start + tl.arange(0, TILE)
+        seen = at < end
+        block = tl.load(table_ptr + at // BLOCK, mask=seen, other=0)
+        # 64 bits: a pool of few layers on a large card has more than 2^31 elements in one layer.
+        where = block.to(tl.int64) * kv_block_stride + (at % BLOCK) * kv_token_stride + head * DIM
+        in_kv = seen[:, None] & (dims[None, :] < DIM)
+        k = tl.load(k_ptr + where[:, None] + dims[None, :], mask=in_kv, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, 1))
+        decay = tl.exp2(best - new_best)
+        weights = tl.exp2(scores - new_best[:, None])
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(v_ptr + where[:, None] + dims[None, :], mask=in_kv, other=0.0).to(q.dtype)
+        out = out * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        best = new_best
+    lse = best + tl.log2(total)
+    return out / tl.where(total > 0, total, 1.0)[:, None], lse
+
+
+@triton.jit
+def _divided(  # type: ignore[no-untyped-def]
+    lens_ptr, row, splits, WINDOW: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr
+):
+    """How a row divides among its programs: first position seen, end, tokens of a program, programs used."""
+    length = tl.load(lens_ptr + row)
+    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
+    seen = length - first
+    span = tl.maximum(tl.cdiv(tl.cdiv(seen, splits), TILE) * TILE, SPLIT)
+    return first, length, span, tl.maximum(tl.cdiv(seen, span), 1)
+
+
+@triton.jit(do_not_specialize=["table_stride", "splits", "entries"])
 def _decode(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -27,11 +98,13 @@ def _decode(  # type: ignore[no-untyped-def]
     table_ptr,
     lens_ptr,
     out_ptr,
-    lse_ptr,
+    parts_ptr,  # float32: outputs [entries, heads, dim], then log2 of the sums of weights [entries, heads]
     scale_log2,
     kv_block_stride,
     kv_token_stride,
     table_stride,
+    splits,
+    entries,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one key-value head
     GROUP_PAD: tl.constexpr,
@@ -40,83 +113,104 @@ def _decode(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # tokens of a cache block
     WINDOW: tl.constexpr,  # 0: full attention
     TILE: tl.constexpr,  # tokens of one turn of the loop
-    SPLIT: tl.constexpr,  # tokens of one program
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # fewest tokens of one program, if the row has more than that
     STAGES: tl.constexpr,
 ):
     head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    length = tl.load(lens_ptr + row)
-    first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    begin = first + split * SPLIT
-    if begin >= length:
+    first, length, span, used = _divided(lens_ptr, row, splits, WINDOW, SPLIT, TILE)
+    if split >= used:
         return
-    end = tl.minimum(begin + SPLIT, length)
 
+    begin = first + split * span
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     in_q = (group[:, None] < GROUP) & (dims[None, :] < DIM)
     heads = head * GROUP + group
     q_at = (row * KV_HEADS * GROUP + heads[:, None]) * DIM + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=in_q, other=0.0)
-    best = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_PAD,), tl.float32)
-    out = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        at = start + tl.arange(0, TILE)
-        seen = at < end
-        block = tl.load(table_ptr + row * table_stride + at // BLOCK, mask=seen, other=0)
-        # 64 bits: a pool of few layers on a large card has more than 2^31 elements in one layer.
-        where = block.to(tl.int64) * kv_block_stride + (at % BLOCK) * kv_token_stride + head * DIM
-        in_kv = seen[:, None] & (dims[None, :] < DIM)
-        k = tl.load(k_ptr + where[:, None] + dims[None, :], mask=in_kv, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        decay = tl.exp2(best - new_best)
-        weights = tl.exp2(scores - new_best[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        v = tl.load(v_ptr + where[:, None] + dims[None, :], mask=in_kv, other=0.0)
-        out = out * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        best = new_best
-    out = out / total[:, None]
-    if SPLITS == 1:
+    out, lse = attend_span(
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr + row * table_stride,
+        begin,
+        tl.minimum(begin + span, length),
+        head,
+        scale_log2,
+        kv_block_stride,
+        kv_token_stride,
+        DIM,
+        DIM_PAD,
+        BLOCK,
+        GROUP_PAD,
+        TILE,
+        STAGES,
+    )
+    if used == 1:
         tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=in_q)
     else:
-        part = (row * SPLITS + split) * KV_HEADS * GROUP + heads
-        tl.store(out_ptr + part[:, None] * DIM + dims[None, :], out, mask=in_q)
-        tl.store(lse_ptr + part, best + tl.log2(total), mask=group < GROUP)
+        part = (row * splits + split) * KV_HEADS * GROUP + heads
+        tl.store(parts_ptr + part[:, None] * DIM + dims[None, :], out, mask=in_q)
+        lse_ptr = parts_ptr + entries.to(tl.int64) * KV_HEADS * GROUP * DIM
+        tl.store(lse_ptr + part, lse, mask=group < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "entries"])
 def _merge(  # type: ignore[no-untyped-def]
     parts_ptr,
-    lse_ptr,
     lens_ptr,
     out_ptr,
+    splits,
+    entries,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
     SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,  # parts taken at a time
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    length = tl.load(lens_ptr + row)
-    seen = tl.minimum(length, WINDOW) if WINDOW > 0 else length
-    split = tl.arange(0, SPLITS_PAD)
-    used = split < tl.cdiv(seen, SPLIT)
+    _first, _length, _span, used = _divided(lens_ptr, row, splits, WINDOW, SPLIT, TILE)
+    if used == 1:
+        return
+
+    lse_ptr = parts_ptr + entries.to(tl.int64) * HEADS * DIM
     dims = tl.arange(0, DIM_PAD)
-    part = (row * SPLITS + split) * HEADS + head
-    lse = tl.load(lse_ptr + part, mask=used, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    in_part = used[:, None] & (dims[None, :] < DIM)
-    parts = tl.load(parts_ptr + part[:, None] * DIM + dims[None, :], mask=in_part, other=0.0)
-    out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out_ptr + (row * HEADS + head) * DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    best = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
+    total = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
+    out = tl.zeros((DIM_PAD,), tl.float32)
+    for start in range(0, used, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        part = (row * splits + split) * HEADS + head
+        lse = tl.load(lse_ptr + part, mask=split < used, other=float("-inf"))
+        parts = tl.load(
+            parts_ptr + part[:, None] * DIM + dims[None, :],
+            mask=(split[:, None] < used) & (dims[None, :] < DIM),
+            other=0.0,
+        )
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        decay = tl.exp2(best - new_best)
+        weights = tl.exp2(lse - new_best)
+        total = total * decay + tl.sum(weights, 0)
+        out = out * decay + tl.sum(parts * weights[:, None], 0)
+        best = new_best
+    at = (row * HEADS + head) * DIM + dims
+    tl.store(out_ptr + at, (out / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
+
+
+def num_splits(rows: int, kv_heads: int, longest: int, split: int) -> int:
+    """Programs that each row and key-value head get where no row sees more than ``longest`` tokens.
+
+    Enough of them to fill the device at one row, and to keep a long row among many from being its last; few enough
+    that those which find nothing to do cost little.
+    """
+    programs = rows * kv_heads
+    most = max(1, _PROGRAMS // programs, min(2 * _PROGRAMS // programs, triton.cdiv(longest, 4096)))
+    return min(most, _MAX_SPLITS, max(1, triton.cdiv(longest, split)))
 
 
 def paged_decode(
@@ -132,55 +226,47 @@ def paged_decode(
 ) -> Tensor:
     """Attention of one token a row: q [rows, heads, dim] over pages [blocks, block_size, kv_heads, dim].
 
-    ``table`` is int32 [rows, width], ``lens`` int32 [rows] (the row's own token included, already stored), ``longest``
-    at least their maximum. float32, bfloat16 or float16, all three alike; returns q's shape and dtype.
+    ``table`` is int32 [rows, width], ``lens`` int32 [rows] (the row's own token included, already stored; 0 gives
+    zeros), ``longest`` at least their maximum: it sets the grid. float32, bfloat16 or float16; pages are of q's dtype
+    or float8_e4m3fn (as they are, without a scale). Returns q's shape and dtype.
     """
     rows, heads, dim = q.shape
     block_size, kv_heads = keys.shape[1:3]
     # Few rows need more splits to reach every processor; many have enough programs, and each split costs a merge.
     split = 256 if rows * kv_heads < 64 else 512
-    splits = triton.cdiv(longest if window is None else min(longest, window), split)
+    splits = num_splits(rows, kv_heads, longest if window is None else min(longest, window), split)
     q = q.contiguous()
     out = torch.empty_like(q)
-    if splits > 1:
-        parts = torch.empty(rows, splits, heads, dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(rows, splits, heads, dtype=torch.float32, device=q.device)
-    else:
-        parts = lse = out
-    shape = {
-        "DIM": dim,
-        "DIM_PAD": triton.next_power_of_2(dim),
-        "WINDOW": window or 0,
-        "SPLIT": split,
-        "SPLITS": splits,
-    }
+    entries = rows * splits
+    parts = out if splits == 1 else torch.empty(entries * heads * (dim + 1), dtype=torch.float32, device=q.device)
+    dim_pad = max(16, triton.next_power_of_2(dim))  # 16: the least that a tensor core multiplies, in rows and columns
     # Tiles of 64 KiB of keys and values: two stages of them fit the shared memory of an A100 and what came after it.
-    tile = max(16, 16384 // (triton.next_power_of_2(dim) * q.element_size() // 2))
+    tile = min(128, max(16, 16384 // (dim_pad * q.element_size() // 2)))
+    shape = {"DIM": dim, "DIM_PAD": dim_pad, "WINDOW": window or 0, "TILE": tile, "SPLIT": split}
     _decode[(kv_heads, splits, rows)](
         q,
         keys,
         values,
         table,
         lens,
+        out,
         parts,
-        lse,
-        scale * _LOG2E,
+        scale * LOG2E,
         keys.stride(0),
         keys.stride(1),
         table.stride(0),
+        splits,
+        entries,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
-        GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),  # 16: the fewest rows of a tensor core's tile
+        GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
         BLOCK=block_size,
-        TILE=min(128, tile),
         STAGES=2,
         num_warps=4,
         **shape,
     )
     if splits > 1:
-        _merge[(rows, heads)](
-            parts, lse, lens, out, HEADS=heads, SPLITS_PAD=triton.next_power_of_2(splits), num_warps=2, **shape
-        )
+        _merge[(rows, heads)](parts, lens, out, splits, entries, HEADS=heads, CHUNK=32, num_warps=4, **shape)
     return out
 
 
@@ -188,9 +274,11 @@ def paged_decode_reference(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lens: Tensor, *, scale: float, window: int | None
 ) -> Tensor:
     """The same, one row at a time in float32."""
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q)
     group = q.shape[1] // keys.shape[2]
     for row, length in enumerate(lens.tolist()):
+        if length == 0:
+            continue
         first = 0 if window is None else max(0, length - window)
         k, v = (
             pages[table[row].long()].flatten(0, 1)[first:length].float().repeat_interleave(group, 1)

@@ -19,6 +19,8 @@ class TritonOps:
     But for those, what a row gives depends on that row alone, bit for bit. Tensors are contiguous.
     """
 
+    fused = True
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 

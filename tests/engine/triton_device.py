@@ -1,0 +1,37 @@
+"""Where Triton kernels run in tests: compiled where there is a GPU, else in Triton's interpreter. Import it first."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed: pip install '.[gpu]'", allow_module_level=True)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# The interpreter multiplies bfloat16 wrongly, so there only the others are compared.
+DTYPES = [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # A scalar is an array of one element there, which numpy 2.4 no longer takes for an int.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if DEVICE == "cpu":
+    _interpret()
