@@ -74,6 +74,9 @@ class EngineConfig(BaseModel):
         True, description="On a GPU: run steps that only decode as CUDA graphs. Off saves seconds of start-up."
     )
     overlap: bool = Field(True, description="On a GPU: plan and launch a step while the one before it runs.")
+    shared_prefix_decode: bool = Field(
+        True, description="On a GPU: sequences that share prefix blocks read them once a step together, where it pays."
+    )
     deterministic: bool = Field(
         False,
         description="On a GPU: the same tokens whatever else is in the batch, the cache or the past. Slower.",

@@ -61,8 +61,9 @@ def _matmul(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (column < N)[None, :])
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] times weight [out, in] transposed, plus bias [out] -> [rows, out], summed in float32.
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """x [rows, in] times weight [out, in] transposed, plus bias [out] -> [rows, out], summed in float32; into ``out``
+    if it is given.
 
     All contiguous and of one dtype: float32 (multiplied as such, not as tf32), bfloat16 or float16.
     """
@@ -70,7 +71,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     columns = len(weight)
     assert x.is_contiguous()
     assert weight.is_contiguous()
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     wide = x.dtype == torch.float32
     block_m, block_n, block_k = (64, 64, 32) if wide else (64, 128, 64)
     if rows:

@@ -16,7 +16,8 @@ class Linear(nn.Module):
     """y = x Wᵀ + b. ``parts`` names the projections that share x and the outputs of each, in the order of W's rows.
 
     A quantised or tensor-parallel form is another class with these methods: ``slots`` says which stored tensors it
-    takes and how, ``finish`` lays them out, ``forward`` is [.., in_features] -> [.., sum of parts].
+    takes and how, ``finish`` lays them out, ``forward`` is [T, in_features] -> [T, sum of parts] (``out`` is where that
+    goes, on a GPU).
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class Linear(nn.Module):
         self.bias: Tensor | None = _empty(out_features, dtype=dtype, device=device) if bias else None
         self.packed: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return self._ops.linear(x, self.weight, self.bias)
+        return self._ops.linear(x, self.weight, self.bias, out)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """``prefix`` is what comes before a projection's name."""
@@ -67,10 +68,10 @@ class TiedHead(nn.Module):
         self.embedding = embedding
         self.packed: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
-        return self._ops.linear(x, self.embedding.weight, None)
+        return self._ops.linear(x, self.embedding.weight, None, out)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         return {}

@@ -28,8 +28,8 @@ class Ops(Protocol):
 
     fused: bool  # kernels of our own: kv_slots may be int32, and a negative one stores nothing
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, in], weight [out, in], bias [out] -> [T, out]."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """x [T, in], weight [out, in], bias [out] -> [T, out], into ``out`` if it is given."""
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + delta, its RMSNorm), both [T, size]; ``delta`` None is nothing to add. May reuse x's memory.
@@ -63,8 +63,8 @@ class TorchOps:
 
     fused = False
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return linear(x, weight, bias, out)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if delta is not None:
@@ -95,6 +95,13 @@ class TorchOps:
         keys.view(-1, kv_heads, head_dim).index_copy_(0, kv_slots, k.to(keys.dtype))
         values.view(-1, kv_heads, head_dim).index_copy_(0, kv_slots, v.to(values.dtype))
         return q
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """torch's, for which ``out`` is another function."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

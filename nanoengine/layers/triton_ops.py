@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nanoengine.kernels.matmul import matmul
 from nanoengine.kernels.norm import add_rms_norm
 from nanoengine.kernels.rope_store import rope_store
 from nanoengine.kernels.swiglu import swiglu
-from nanoengine.layers.ops import HeadNorms
+from nanoengine.layers.ops import HeadNorms, linear
 
 
 class TritonOps:
@@ -21,8 +20,8 @@ class TritonOps:
 
     fused = True
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return linear(x, weight, bias, out)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return x, add_rms_norm(x, delta, weight, eps)
@@ -46,5 +45,5 @@ class TritonOps:
 class DeterministicOps(TritonOps):
     """The matrix products too give a row the same bits whatever else is in the batch, at some cost in speed."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return matmul(x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return matmul(x, weight, bias, out)

@@ -45,8 +45,8 @@ class DecoderLM(nn.Module):
             x, delta = layer(x, delta, rope, ctx)
         return self.norm(x, delta)[1]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.head(hidden, out)
 
     def slots(self) -> dict[str, Slot]:
         slots = self.embed.slots("model.embed_tokens") | self.norm.slots("model.norm") | self.head.slots("")

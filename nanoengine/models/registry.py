@@ -31,14 +31,15 @@ class CausalLM(Protocol):
     """A decoder-only language model over a paged KV cache. Runs under ``torch.inference_mode``."""
 
     config: ModelConfig
+    dtype: torch.dtype
 
     def __call__(self, input_ids: Tensor, positions: Tensor, ctx: ForwardContext) -> Tensor:
         """int64 [T] token ids and their positions, T tokens of all rows one after the other -> hidden states
         [T, hidden_size] in the model's dtype, after the last norm."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] -> [n, vocab_size], both in the model's dtype."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """[n, hidden_size] -> [n, vocab_size], both in the model's dtype; into ``out`` if that is given, on a GPU."""
         ...
 
     def slots(self) -> dict[str, Slot]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -22,16 +21,17 @@ def batch_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs of ``forward(rows)``, one for each of ``sizes`` (ascending); it returns what ``replay`` is to return.
+    """Graphs of ``forward(rows)``, one for each of ``sizes`` (ascending).
 
-    They share one memory pool: only one runs at a time, and what a replay returns is overwritten by the next.
+    They share one memory pool, as only one runs at a time: what ``forward`` is to leave behind goes into tensors made
+    before.
     """
 
-    def __init__(self, forward: Callable[[int], Tensor], sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, forward: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> None:
         self._forward = forward
         self._sizes = list(sizes)
         self._device = device
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def capture(self) -> None:
         """Record all graphs; the buffers that ``forward`` reads must hold something that it can compute with."""
@@ -43,16 +43,14 @@ class DecodeGraphs:
                 self._forward(rows)  # compiles kernels and lets libraries choose theirs: not allowed while recording
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                out = self._forward(rows)
-            self._graphs[rows] = graph, out
+                self._forward(rows)
+            self._graphs[rows] = graph
         torch.cuda.synchronize(self._device)
 
     def size(self, rows: int) -> int | None:
         """The smallest batch size with a graph that holds so many rows; None: there is none."""
         return next((size for size in self._sizes if size >= rows), None)
 
-    def replay(self, size: int) -> Tensor:
+    def replay(self, size: int) -> None:
         """Run the graph of a batch size."""
-        graph, out = self._graphs[size]
-        graph.replay()
-        return out
+        self._graphs[size].replay()

@@ -149,6 +149,9 @@ class ModelRunner:
         self._slots, self._seq_lens, self._positions, self._kv_slots = self._staging.fixed(self._pads)
         self._block_table = torch.zeros(limits.rows, limits.blocks, dtype=torch.int32, device=device)
         self._query_start = torch.arange(limits.rows + 1, dtype=torch.int32, device=device)
+        # One for all sizes: each graph would keep its own alive.
+        vocab_size, dtype = self._model.config.vocab_size, self._model.dtype
+        self._logits = torch.empty(limits.rows, vocab_size, dtype=dtype, device=device)
         self._slots.fill_(limits.rows)
         self._seq_lens.fill_(1)
         graphs = DecodeGraphs(self._decode, sizes, device)
@@ -168,10 +171,11 @@ class ModelRunner:
         block_table = self._staging.send(arrays, self._pads)[-1]
         self._block_table[:rows, : block_table.shape[1]].copy_(block_table)
         assert self._graphs is not None
-        return self._graphs.replay(size)[:rows]
+        self._graphs.replay(size)
+        return self._logits[:rows]
 
-    def _decode(self, rows: int) -> Tensor:
-        """A decode step of the first rows of the buffers, token embedding to sampled token; returns the logits."""
+    def _decode(self, rows: int) -> None:
+        """A decode step of the first rows of the buffers, from the token embedding to the sampled token."""
         slots, seq_lens = self._slots[:rows], self._seq_lens[:rows]
         batch = Batch(
             num_decodes=rows,
@@ -185,10 +189,10 @@ class ModelRunner:
         )
         input_ids = self._last_token.index_select(0, slots)
         context = ForwardContext(self._backend, self._cache, batch)
-        logits = self._model.logits(self._model(input_ids, self._positions[:rows], context))
+        hidden = self._model(input_ids, self._positions[:rows], context)
+        logits = self._model.logits(hidden, self._logits[:rows])
         assert self._sampler.fused is not None
         self._sampler.fused(logits, slots, seq_lens, self._tokens[:rows], self._last_token)
-        return logits
 
 
 def _staging_words(limits: StepLimits) -> int:

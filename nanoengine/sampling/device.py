@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanoengine.kernels.sample import SETTINGS, pack_settings, sample
+from nanoengine.kernels.sample import pack_settings, sample
+
+_SETTINGS = pack_settings(1.0, 0, 1.0, 0.0, 0).shape[1]
 
 
 class DeviceSampler:
@@ -19,10 +21,10 @@ class DeviceSampler:
 
     def __init__(self, num_slots: int, fallback: int, device: torch.device) -> None:
         self._fallback = fallback
-        self._settings = torch.zeros(num_slots + 1, SETTINGS, dtype=torch.int32, device=device)
+        self._settings = torch.zeros(num_slots + 1, _SETTINGS, dtype=torch.int32, device=device)
 
     def update(self, slots: Tensor, settings: Tensor) -> None:
-        """Set the slots int32 [n] to ``settings`` int32 [n, SETTINGS], as ``pack_settings`` makes them."""
+        """Set the slots int32 [n] to ``settings`` int32 [n, 8], as ``pack_settings`` makes them."""
         self._settings.index_copy_(0, slots.long(), settings)
 
     def __call__(self, logits: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor, last_token: Tensor) -> None:

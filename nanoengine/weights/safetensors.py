@@ -11,29 +11,45 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoengine.errors import ModelLoadError
+from nanoengine.weights.device_reader import DeviceReader
 from nanoengine.weights.stored import StoredTensor
 
 
 def stored_tensors(root: Path) -> Iterator[StoredTensor]:
-    """The tensors under ``root``, file by file; each file stays mapped only while its tensors are being read.
+    """The tensors under ``root``, file by file. Those that are read into a GPU are there when the iteration ends.
 
     Raises:
         ModelLoadError: a file is missing, cut short or damaged, or lacks a tensor that the index places in it.
     """
-    for path, names in _shards(root).items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                held = file.keys()
-                if lost := sorted(set(names or held) - set(held)):
-                    raise ModelLoadError(f"{path} lacks {', '.join(lost)}, which the index places there")
-                for name in names or held:
-                    yield StoredTensor(name, tuple(file.get_slice(name).get_shape()), partial(_read_into, file, name))
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path} cannot be read, download it again: {error}") from error
+    path = root
+    try:
+        with DeviceReader() as reader:
+            for path, names in _shards(root).items():
+                with safe_open(path, framework="pt") as file:
+                    held = file.keys()
+                    if lost := sorted(set(names or held) - set(held)):
+                        raise ModelLoadError(f"{path} lacks {', '.join(lost)}, which the index places there")
+                    offsets = _offsets(path)
+                    for name in names or held:
+                        read = partial(_read_into, file, name, reader, path, offsets[name])
+                        yield StoredTensor(name, tuple(file.get_slice(name).get_shape()), read)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} cannot be read, download it again: {error}") from error
 
 
-def _read_into(file: safe_open, name: str, target: Tensor) -> None:
-    target.copy_(file.get_tensor(name))
+def _read_into(file: safe_open, name: str, reader: DeviceReader, path: Path, offset: int, target: Tensor) -> None:
+    if target.device.type == "cuda" and target.is_contiguous():
+        reader.read(path, offset, file.get_slice(name)[:0].dtype, target)
+    else:
+        target.copy_(file.get_tensor(name))
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor's bytes begin in a file that ``safe_open`` finds sound: a length, a JSON header, the data."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
 
 
 def _shards(root: Path) -> dict[Path, list[str] | None]:

@@ -1,0 +1,248 @@
+"""The engine on a GPU against transformers in fp32, one axis at a time: backend, block size, graphs, overlap, sharing.
+
+In float32 every token must be transformers' own choice up to a tie of 1e-3; in bfloat16 and float16 each token must
+score within 0.1 of it in log-probability, and the log-probabilities that the engine reports are compared too.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.errors import ModelLoadError
+from nanoengine.sampling.params import SamplingParams
+from tests.engine.test_equality import QUESTIONS, tiny_prompts
+from tests.engine.tiny_models import FAMILIES, VOCAB, write_tiny_model
+
+TIE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+LOGPROB = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}  # most that any reported log-probability may be off
+
+BASE: dict[str, Any] = {"dtype": "float32"}
+CASES: list[dict[str, Any]] = [
+    BASE,
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"attention_backend": "torch"},
+    {"attention_backend": "triton", "dtype": "bfloat16"},
+    {"attention_backend": "flash", "dtype": "bfloat16"},
+    {"attention_backend": "flash", "dtype": "bfloat16", "block_size": 256},
+    {"attention_backend": "flash4", "dtype": "bfloat16"},
+    {"attention_backend": "flash4", "dtype": "bfloat16", "block_size": 128},
+    {"block_size": 1},
+    {"block_size": 32},
+    {"block_size": 256},
+    {"cuda_graphs": False},
+    {"overlap": False},
+    {"cuda_graphs": False, "overlap": False},
+    {"shared_prefix_decode": False},
+    {"deterministic": True},
+    {"deterministic": True, "dtype": "bfloat16"},
+    {"max_prefill_chunk": 7},
+    {"num_blocks": 40, "watermark": 0.0},  # so few that sequences are preempted
+]
+
+
+def case_name(case: dict[str, Any]) -> str:
+    return ",".join(f"{key}={value}" for key, value in case.items())
+
+
+class Reference:
+    """transformers in float32, as judge of continuations."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval().cuda()
+
+    @torch.inference_mode()
+    def judge(self, prompt: list[int], output: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Per output token: how far it scores below the first choice, its log-probability, the gap of the first two."""
+        ids = torch.tensor([prompt + output[:-1]], device="cuda")
+        logprobs = self._model(ids).logits[0, len(prompt) - 1 :].float().log_softmax(-1)
+        best = logprobs.topk(2).values
+        chosen = logprobs.gather(1, torch.tensor(output, device="cuda")[:, None])[:, 0]
+        return (best[:, 0] - chosen).cpu().numpy(), chosen.cpu().numpy(), (best[:, 0] - best[:, 1]).cpu().numpy()
+
+
+def build(model: Path, **settings: Any) -> Engine:
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 512}
+    if settings.get("block_size") == 1:
+        limits["num_blocks"] = 8192
+    try:
+        return Engine(EngineConfig.model_validate({"model": str(model), **limits, **settings}))
+    except ModelLoadError as error:
+        if "attention backend" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+def generate(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], first_key: int = 0
+) -> tuple[list[list[int]], list[list[float]]]:
+    """(tokens, their log-probabilities) of each prompt, added at once."""
+    tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    for i, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        engine.add(first_key + i, np.array(prompt, np.int32), each)
+    while engine.has_work:
+        if output := engine.step():
+            for row, (key, token) in enumerate(zip(output.keys.tolist(), output.tokens.tolist(), strict=True)):
+                tokens[key - first_key].append(token)
+                if row in output.logprobs:
+                    logprobs[key - first_key].append(output.logprobs[row].logprob)
+    engine.check()
+    return tokens, logprobs
+
+
+def check(reference: Reference, engine: Engine, prompts: list[list[int]], max_tokens: int, dtype: str) -> np.ndarray:
+    """Compare greedy answers, and the log-probabilities of every third; returns the gaps of the first two."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0 if i % 3 == 2 else None)
+        for i in range(len(prompts))
+    ]
+    answers, logprobs = generate(engine, prompts, params)
+    gaps = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert len(answer) == max_tokens
+        below, scored, gap = reference.judge(prompt, answer)
+        worst = int(below.argmax())
+        assert below[worst] <= TIE[dtype], f"prompt {i}, token {worst}: {below[worst]:.4f} below transformers' choice"
+        if logprobs[i]:
+            off = np.abs(np.array(logprobs[i]) - scored).max()
+            assert off <= LOGPROB[dtype], f"prompt {i}: a log-probability is off by {off:.4f}"
+        gaps.append(gap)
+    return np.concatenate(gaps)
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
+    """A tiny random model of each family. Its weights are bfloat16 numbers, so that only computing can differ."""
+    folder = write_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    model.save_pretrained(folder)
+    return folder, Reference(model)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_tiny_models(tiny: tuple[Path, Reference], case: dict[str, Any]) -> None:
+    folder, reference = tiny
+    settings = {**BASE, **case}
+    gaps = check(reference, build(folder, **settings), tiny_prompts(24), 24, settings["dtype"])
+    assert (gaps > 0.1).mean() >= 0.8, "near-ties are too many for this test to see a fault"
+
+
+@pytest.fixture(scope="module")
+def smollm(default_gguf: Path) -> tuple[Reference, list[list[int]]]:
+    load = {"pretrained_model_name_or_path": default_gguf.parent, "gguf_file": default_gguf.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**load)
+    reference = Reference(transformers.AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32))
+    return reference, [tokenizer(text)["input_ids"] for text in QUESTIONS]
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
+def test_the_default_model(smollm: tuple[Reference, list[list[int]]], default_gguf: Path, case: dict[str, Any]) -> None:
+    reference, prompts = smollm
+    settings = {**BASE, **case}
+    if "num_blocks" not in settings:
+        settings["num_blocks"] = 20 * 256 // settings.get("block_size", 16)
+    check(reference, build(default_gguf, **settings), prompts, 64, settings["dtype"])
+
+
+def test_many_rows_of_one_long_prefix(tmp_path: Path) -> None:
+    """Decoding in groups that share their prefix says what decoding apart says."""
+    folder = write_tiny_model(tmp_path, "qwen3", max_position_embeddings=4096)
+    rng = np.random.default_rng(0)
+    shared = [rng.integers(3, VOCAB, 2048).tolist() for _ in range(2)]
+    prompts = [shared[i % 2] + rng.integers(3, VOCAB, 5 + i).tolist() for i in range(48)]
+    params = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)] * len(prompts)
+    answers = [
+        generate(
+            build(folder, dtype="float32", max_model_len=4096, num_blocks=1024, shared_prefix_decode=on),
+            prompts,
+            params,
+        )[0]
+        for on in (True, False)
+    ]
+    assert answers[0] == answers[1]
+
+
+def random_requests(rng: Random, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    shared = [[rng.randrange(3, VOCAB) for _ in range(80)] for _ in range(3)]
+    prompts, params = [], []
+    for _ in range(count):
+        prompt = [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 70))]
+        if rng.random() < 0.5:
+            prompt = rng.choice(shared)[: rng.randint(16, 80)] + prompt
+        prompts.append(prompt)
+        settings: dict[str, Any] = rng.choice(
+            [{"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05}]
+        )
+        if rng.random() < 0.1:
+            settings = {**settings, "repetition_penalty": 1.2}
+        stops = {"stop_token_ids": [rng.randrange(VOCAB)]} if rng.random() < 0.3 else {}
+        params.append(
+            SamplingParams(
+                seed=rng.randrange(1 << 30), max_tokens=rng.randint(1, 60), ignore_eos=True, **settings, **stops
+            )
+        )
+    return prompts, params
+
+
+@pytest.mark.parametrize("seconds", [10, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_random_work_leaks_nothing_and_says_what_it_says_alone(tmp_path: Path, seconds: int) -> None:
+    """Deterministic mode under adds, aborts, preemptions and prefix hits: each answer is what it is alone."""
+    seconds = int(os.environ.get("NANOSERVE_GPU_SOAK_SECONDS", seconds))
+    folder = write_tiny_model(tmp_path, "qwen3")
+    settings = {"dtype": "bfloat16", "deterministic": True}
+    engine = build(folder, **settings, num_blocks=200, max_num_seqs=32, watermark=0.0)
+    alone = build(folder, **settings, enable_prefix_caching=False, max_num_seqs=1)
+    rng, key, end = Random(0), 0, time.monotonic() + seconds
+    checked = preemptions = 0
+    growth: list[int] = []
+    while time.monotonic() < end:
+        prompts, params = random_requests(rng, 150)
+        answers: dict[int, list[int]] = {}
+        waiting = dict(zip(range(key, key + 150), zip(prompts, params, strict=True), strict=True))
+        requests, aborted = dict(waiting), set()
+        while waiting or engine.has_work:
+            for number in list(waiting)[: rng.randrange(4)]:
+                prompt, each = waiting.pop(number)
+                engine.add(number, np.array(prompt, np.int32), each)
+                answers[number] = []
+            if answers and rng.random() < 0.1:
+                number = rng.choice(list(answers))
+                engine.abort(number)
+                aborted.add(number)
+            if output := engine.step():
+                for number, token in zip(output.keys.tolist(), output.tokens.tolist(), strict=True):
+                    answers[number].append(token)
+        engine.check()
+        growth.append(engine.memory_summary().growth)
+        for number in rng.sample(sorted(requests), 20):
+            prompt, each = requests[number]
+            expected = generate(alone, [prompt], [each], first_key=number)[0][0]
+            found = answers[number]
+            assert found == expected[: len(found)], f"request {number} says something else than alone"
+            assert number in aborted or len(found) == len(expected)
+            checked += 1
+        preemptions = engine.load().preemptions
+        key += 150
+    print(
+        f"{key} requests, {checked} compared, {preemptions} preemptions, growth {growth[0]:,} to {growth[-1]:,} bytes"
+    )
+    assert preemptions > 0
+    assert max(growth[len(growth) // 2 :]) <= max(growth[: len(growth) // 2 + 1]) + (1 << 20), "memory grows"
