@@ -126,7 +126,7 @@ def _collect(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Write the weights of at least ``low`` (bits) to ``few_ptr``, the first FEW of them; returns how many there are."""
+    """Write the weights of at least ``low`` (bits) to ``few_ptr``, the first FEW of them; returns how many they are."""
     count = 0
     tl.debug_barrier()
     first = 0
@@ -192,10 +192,7 @@ def _largest_reaching(  # type: ignore[no-untyped-def]
             belows = tl.maximum(belows, tl.where(kept, 0, bits))
             first += GROUP
         found = tl.sum(counts)
-        if BY_MASS:
-            reached = tl.sum(masses.to(tl.float64)) >= goal
-        else:
-            reached = found >= goal
+        reached = tl.sum(masses.to(tl.float64)) >= goal if BY_MASS else found >= goal
         low, high = _halved(low, high, middle, reached, tl.min(aboves), tl.max(belows))
         count = tl.where(reached, found, count)
     if many & (count <= FEW):
@@ -208,10 +205,8 @@ def _largest_reaching(  # type: ignore[no-untyped-def]
             middle = low + (high - low) // 2
             kept = bits >= middle
             found = tl.sum(kept.to(tl.int32), axis=0)
-            if BY_MASS:
-                reached = tl.sum(tl.where(kept, weights, 0.0).to(tl.float64), axis=0) >= goal
-            else:
-                reached = found >= goal
+            mass = tl.sum(tl.where(kept, weights, 0.0).to(tl.float64), axis=0)
+            reached = mass >= goal if BY_MASS else found >= goal
             above = tl.min(tl.where(kept, bits, _ONE), axis=0)
             below = tl.max(tl.where(kept, 0, bits), axis=0)
             low, high = _halved(low, high, middle, reached, above, below)
@@ -248,17 +243,21 @@ def _filter(  # type: ignore[no-untyped-def]
     top_p = tl.load((settings_ptr + 2).to(tl.pointer_type(tl.float64)))
     min_p = tl.load((settings_ptr + 4).to(tl.pointer_type(tl.float32)))
     by_rank = (top_k > 0) & (top_k < vocab)
+    filtered = (temperature > 0) & (by_rank | (top_p < 1.0) | (min_p > 0.0))
+    if not filtered:
+        tl.store(threshold_ptr + row, 0.0)
+        return
+
     best_ptr += row * CHUNKS
     mass_ptr += row * CHUNKS
     chunk = tl.arange(0, CHUNKS_PAD)
     bests = tl.load(best_ptr + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     masses = tl.load(mass_ptr + chunk, mask=chunk < CHUNKS, other=0.0)
     best = tl.max(bests, axis=0)
-    top = _weigh(bests, tl.where(best == float("-inf"), 0.0, best), tl.where(temperature > 0, temperature, 1.0))
+    top = _weigh(bests, tl.where(best == float("-inf"), 0.0, best), temperature)
     total = tl.sum(masses * top.to(tl.float64), axis=0)
-    # Not where the row cannot be sampled: then the total is NaN or 0, and the next kernel sees that for itself.
-    wanted = (temperature > 0) & (by_rank | (top_p < 1.0) | (min_p > 0.0)) & (total > 0.0)
-    if not wanted:
+    hopeless = (total > 0.0) == 0  # NaN, or nothing: the next kernel sees that for itself
+    if hopeless:
         tl.store(threshold_ptr + row, 0.0)
         return
 

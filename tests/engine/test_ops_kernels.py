@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # The interpreter truncates to bfloat16 where a GPU rounds, so there only the others are compared.
 DTYPES = [torch.float32, torch.float16] if DEVICE.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
 # Two steps of the last place: sums in another order, or another exp, may round to the other side, and then a product.
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -114,7 +114,7 @@ def test_rope_and_store(dtype: torch.dtype, shape: tuple[int, int, int], tokens:
     for mine, theirs in zip(found, expected, strict=True):
         if norm or dtype == torch.float32:
             # What rotates may cancel: the last place is that of the larger of the pair.
-            torch.testing.assert_close(mine, theirs, atol=8 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            torch.testing.assert_close(mine, theirs, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         else:
             assert torch.equal(mine, theirs)
     assert torch.equal(found[2], expected[2])
