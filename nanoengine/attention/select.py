@@ -38,7 +38,7 @@ def select_backend(
         raise ModelLoadError(f"attention backend triton {obstacle}: choose torch or auto")
     from nanoengine.attention.triton import TritonAttention
 
-    return TritonAttention()
+    return TritonAttention(deterministic=deterministic)
 
 
 def _no_triton(device: torch.device, head_dim: int) -> str | None:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoengine.kernels.dependent import options, start_next, wait
+
 
 @triton.jit(do_not_specialize=["rows"])  # one kernel for any number of rows: a row's result never depends on it
 def _add_rms_norm(  # type: ignore[no-untyped-def]
@@ -24,7 +26,10 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     EPS: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait(PDL)
     dtype = x_ptr.dtype.element_ty
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -65,5 +70,6 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
             EPS=eps,
             ADD=delta is not None,
             num_warps=min(8, max(4, block // 256)),  # 256: one load of 16 bytes a thread
+            **options(x.device),
         )
     return out

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoengine.kernels.dependent import options, start_next, wait
+
 _ELEMENTS = 512  # of each half of the heads of a program: with 2 warps, one load of 16 bytes a thread
 
 
@@ -74,7 +76,10 @@ def _rope_store(  # type: ignore[no-untyped-def]
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait(PDL)
     DIM: tl.constexpr = 2 * HALF
     Q_TILES: tl.constexpr = (HEADS + TILE - 1) // TILE
     KV_TILES: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
@@ -163,5 +168,6 @@ def rope_store(
             NORM=q_norm is not None,
             FP8=keys.dtype == torch.float8_e4m3fn,
             num_warps=2,
+            **options(qkv.device),
         )
     return q

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoengine.kernels.dependent import options, start_next, wait
+
 _CHUNK = 2048
 _GROUP = 4  # chunks that a filter reads at once
 _FEW = 4096  # so many weights are searched in registers
@@ -70,8 +72,11 @@ def _summarise(  # type: ignore[no-untyped-def]
     stride,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The largest logit of a chunk, and the sum of weights relative to it: NaN if the chunk holds a NaN or +inf."""
+    start_next(PDL)
+    wait(PDL)
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -231,8 +236,11 @@ def _filter(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The smallest weight that a row's filters keep, and the mass of each chunk that they keep."""
+    start_next(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
@@ -346,7 +354,10 @@ def _draw(  # type: ignore[no-untyped-def]
     CHUNKS: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_next(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     if slot < 0:
@@ -417,7 +428,7 @@ def sample(
     listed = torch.empty(rows, pad, dtype=torch.int32, device=device)
     few = torch.empty(rows, _FEW, dtype=torch.float32, device=device)
     _summarise[(chunks, rows)](
-        logits, settings, slots, best, mass, vocab, stride, CHUNKS=chunks, CHUNK=_CHUNK, num_warps=4
+        logits, settings, slots, best, mass, vocab, stride, CHUNKS=chunks, CHUNK=_CHUNK, num_warps=4, **options(device)
     )
     _filter[(rows,)](
         logits,
@@ -436,6 +447,7 @@ def sample(
         GROUP=_GROUP,
         FEW=_FEW,
         num_warps=16,
+        **options(device),
     )
     _draw[(rows,)](
         logits,
@@ -454,4 +466,5 @@ def sample(
         CHUNKS_PAD=pad,
         CHUNK=_CHUNK,
         num_warps=4,
+        **options(device),
     )

@@ -10,11 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoengine.kernels.dependent import options, start_next, wait
+
 _BLOCK = 1024  # with 4 warps, one load of 16 bytes a thread of each half
 
 
 @triton.jit
-def _swiglu(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    start_next(PDL)
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -32,5 +36,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     assert gate_up.is_contiguous()
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _swiglu[(rows, triton.cdiv(size, _BLOCK))](gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4)
+        _swiglu[(rows, triton.cdiv(size, _BLOCK))](
+            gate_up, out, SIZE=size, BLOCK=_BLOCK, num_warps=4, **options(gate_up.device)
+        )
     return out

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.ops import Ops
 from nanoengine.weights.load import Slot, into
 
@@ -42,6 +43,20 @@ class Linear(nn.Module):
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return self._ops.linear(x, self.weight, self.bias, out)
+
+    def of_normed(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + delta, ``forward`` of its norm)."""
+        if self.packed is not None:
+            x, normed = norm(x, delta)
+            return x, self(normed)
+        return self._ops.norm_linear(x, delta, norm.norm, self.weight, self.bias)
+
+    def swiglu_of_normed(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + delta, SwiGLU of ``forward`` of its norm), where the parts are gate and up."""
+        if self.packed is not None:
+            x, product = self.of_normed(norm, x, delta)
+            return x, self._ops.swiglu(product)
+        return self._ops.norm_swiglu(x, delta, norm.norm, self.weight, self.bias)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         """``prefix`` is what comes before a projection's name."""

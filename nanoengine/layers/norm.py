@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanoengine.layers.ops import Ops
+from nanoengine.layers.ops import Norm, Ops
 from nanoengine.weights.load import Slot, into
 
 
@@ -17,6 +17,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), requires_grad=False)
         self.eps = eps
         self._ops = ops
+
+    @property
+    def norm(self) -> Norm:
+        """As ``Ops`` takes it."""
+        return Norm(self.weight, self.eps)
 
     def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm), both [T, size]; None is nothing to add."""

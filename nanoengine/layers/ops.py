@@ -23,6 +23,14 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm: weight [size]."""
+
+    weight: Tensor
+    eps: float
+
+
 class Ops(Protocol):
     """Float tensors are in the model's dtype; T is the number of tokens. Nothing here waits for the device."""
 
@@ -41,6 +49,16 @@ class Ops(Protocol):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[T, 2 n] -> [T, n]: silu of the first half, times the second (arXiv 2002.05202)."""
 
+    def norm_linear(
+        self, x: Tensor, delta: Tensor | None, norm: Norm, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, ``linear`` of its norm)."""
+
+    def norm_swiglu(
+        self, x: Tensor, delta: Tensor | None, norm: Norm, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, ``swiglu`` of ``linear`` of its norm)."""
+
     def rope(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> object:
         """What ``rope_and_store`` needs of the positions (int64 [T]), worked out once a step for all layers.
 
@@ -58,13 +76,15 @@ class Ops(Protocol):
         """
 
 
-class TorchOps:
+class TorchOps(Ops):
     """See the module."""
 
     fused = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        return linear(x, weight, bias, out)
+        if out is None:
+            return F.linear(x, weight, bias)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if delta is not None:
@@ -74,6 +94,18 @@ class TorchOps:
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def norm_linear(
+        self, x: Tensor, delta: Tensor | None, norm: Norm, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x, normed = self.add_rms_norm(x, delta, norm.weight, norm.eps)
+        return x, self.linear(normed, weight, bias)
+
+    def norm_swiglu(
+        self, x: Tensor, delta: Tensor | None, norm: Norm, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x, product = self.norm_linear(x, delta, norm, weight, bias)
+        return x, self.swiglu(product)
 
     def rope(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin as ``rotate`` takes them."""
@@ -95,13 +127,6 @@ class TorchOps:
         keys.view(-1, kv_heads, head_dim).index_copy_(0, kv_slots, k.to(keys.dtype))
         values.view(-1, kv_heads, head_dim).index_copy_(0, kv_slots, v.to(values.dtype))
         return q
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """torch's, for which ``out`` is another function."""
-    if out is None:
-        return F.linear(x, weight, bias)
-    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -86,9 +86,9 @@ class Layer(nn.Module):
         self.mlp = MLP(config, ops, dtype, device)
 
     def forward(self, x: Tensor, delta: Tensor | None, rope: object, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        x, normed = self.attention_norm(x, delta)
-        x, normed = self.mlp_norm(x, self.attention(normed, rope, ctx))
-        return x, self.mlp(normed)
+        x, qkv = self.attention.qkv.of_normed(self.attention_norm, x, delta)
+        x, activation = self.mlp.gate_up.swiglu_of_normed(self.mlp_norm, x, self.attention(qkv, rope, ctx))
+        return x, self.mlp.down(activation)
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         return (
@@ -114,11 +114,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, ops, dtype, device) if config.qk_norm else None
         self._ops = ops
 
-    def forward(self, x: Tensor, rope: object, ctx: ForwardContext) -> Tensor:
+    def forward(self, qkv: Tensor, rope: object, ctx: ForwardContext) -> Tensor:
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
-        q = self._ops.rope_and_store(self.qkv(x), rope, norms, *ctx.pages(self.spec), ctx.kv_slots)
+        q = self._ops.rope_and_store(qkv, rope, norms, *ctx.pages(self.spec), ctx.kv_slots)
         return self.out(ctx.attend(self.spec, q).flatten(1))
 
     def slots(self, prefix: str) -> dict[str, Slot]:
@@ -136,11 +136,7 @@ class MLP(nn.Module):
         parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
         self.gate_up = Linear(config.hidden_size, parts, bias=config.mlp_bias, ops=ops, dtype=dtype, device=device)
         down = {"down_proj": config.hidden_size}
-        self._ops = ops
         self.down = Linear(config.intermediate_size, down, bias=config.mlp_bias, ops=ops, dtype=dtype, device=device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self._ops.swiglu(self.gate_up(x)))
 
     def slots(self, prefix: str) -> dict[str, Slot]:
         return self.gate_up.slots(prefix) | self.down.slots(prefix)

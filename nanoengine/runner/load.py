@@ -26,6 +26,8 @@ from nanoengine.sampling.sampler import Sampler
 from nanoengine.scheduling.step import Admission, Step
 from nanoengine.weights.sources import ModelFiles
 
+_CACHED_BLOCKS = 1 << 16  # tiny models would fill a large memory with millions of blocks, each an object to keep
+
 
 def load_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: tuple[int, ...], phases: Phases) -> BuiltRunner:
     """Load a model from its files; raises as ``build_runner`` does."""
@@ -226,11 +228,12 @@ def _kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) ->
 
 
 def _pool_blocks(parts: _Parts, available: int) -> int:
-    """How many KV blocks fit the memory given to the pool, and no more than all sequences could ever use."""
+    """How many KV blocks fit the memory given to the pool: as many as all sequences could ever use at once, and beyond
+    that some for the prefixes of those that are gone."""
     blocks = available // parts.block_bytes
     if blocks < 1:
         raise ValueError(
             f"no memory for the KV pool: one block takes {parts.block_bytes:,} bytes and {max(available, 0):,} are "
             "left; raise cpu_kv_cache_bytes or gpu_memory_utilization, or lower block_size"
         )
-    return min(blocks, parts.limits.rows * parts.limits.blocks)
+    return min(blocks, max(parts.limits.rows * parts.limits.blocks, _CACHED_BLOCKS))
