@@ -1,8 +1,8 @@
 """Matrix product whose every row is the same, bit for bit, whatever the other rows are and however many.
 
 Libraries choose tile shapes and splits of the inner dimension by the number of rows, so that a token's result depends
-on its batch. Here tiles are fixed by the dtype and the weight's shape, an element is one sum over the inner dimension in one order, and
-no two programs share one ("Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025).
+on its batch. Here tiles are fixed by the dtype and the weight's shape, an element is one sum over the inner dimension
+in one order, and no two programs share one ("Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025).
 
 The reference is ``torch.nn.functional.linear``.
 """
