@@ -1,8 +1,8 @@
 """Matrix product whose every row is the same, bit for bit, whatever the other rows are and however many.
 
 Libraries choose tile shapes and splits of the inner dimension by the number of rows, so that a token's result depends
-on its batch. Here tiles are fixed by the dtype alone, an element is one sum over the inner dimension in one order, and
-no two programs share one ("Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025).
+on its batch. Here tiles are fixed by the dtype and the weight's shape, an element is one sum over the inner dimension
+in one order, and no two programs share one ("Defeating Nondeterminism in LLM Inference", Thinking Machines, 2025).
 
 The reference is ``torch.nn.functional.linear``.
 """
@@ -74,7 +74,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = 
     if out is None:
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     wide = x.dtype == torch.float32
-    block_m, block_n, block_k = (64, 64, 32) if wide else (64, 128, 64)
+    block_m, block_k = (64, 32) if wide else (64, 64)
+    block_n = 64 if wide or columns <= 2048 else 128  # a narrow weight has few tiles to spread a decode step over
     if rows:
         _matmul[(triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n),)](
             x,

@@ -48,7 +48,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "size"), [(1, 1024), (5, 72), (40, 576), (3, 1536), (2, 5000)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1024), (5, 72), (9, 576), (3, 1536), (2, 5000)])
 def test_add_rms_norm(dtype: torch.dtype, rows: int, size: int) -> None:
     torch.manual_seed(0)
     x, delta = normal(rows, size, dtype=dtype), 3 * normal(rows, size, dtype=dtype)

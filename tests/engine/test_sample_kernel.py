@@ -95,11 +95,13 @@ def near_a_boundary(logits: Tensor, row: dict[str, Any], seed: int, position: in
     return p[token] > 0 and cdf[token] - p[token] / p.sum() - 1e-6 <= u <= cdf[token] + 1e-6
 
 
-def check(logits: Tensor, rows: list[dict[str, Any]], positions: list[int]) -> None:
+def check(logits: Tensor, rows: list[dict[str, Any]], positions: list[int]) -> list[int]:
+    """The tokens found, which are those of the Sampler."""
     found, wanted = run(logits, rows, positions), expected(logits, rows, positions)
     for i, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         assert mine == theirs or near_a_boundary(logits[i], rows[i], SEED + i, positions[i], mine), (rows[i], i)
     assert sum(a != b for a, b in zip(found, wanted, strict=True)) <= len(rows) // 20
+    return found
 
 
 SHAPES = [(7, "normal"), (300, "flat"), (1000, "peaked")]
@@ -122,6 +124,14 @@ def test_ties_and_narrow_logits(dtype: torch.dtype) -> None:
     logits = (torch.randn(len(rows), 600 if DEVICE == "cpu" else 6000) * 3).to(dtype)
     logits[::3] = logits[::3].float().mul(2).round().div(2).to(dtype)  # many equals
     check(logits, rows, list(range(len(rows))))
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.985}], ids=str)
+def test_the_last_that_a_filter_keeps_is_drawn_as_often(settings: dict[str, Any]) -> None:
+    rows = [{"temperature": 1.0, **settings}] * 8
+    logits = torch.full((len(rows), 600), -20.0)
+    logits[:, [7, 500, 140, 270]] = torch.tensor([0.03, 0.02, 0.0195, 0.0])  # nearly equal, chunks apart
+    assert set(check(logits, rows, list(range(len(rows))))) == {7, 140, 500}
 
 
 def test_equal_logits_are_all_kept() -> None:
