@@ -38,6 +38,7 @@ class TritonAttention(AttentionBackend):
             scale=spec.scale,
             window=spec.window,
             longest=batch.longest_decode,
+            shared=batch.shared,
         )
 
     def prefill(
