@@ -8,11 +8,14 @@ so a process can hold several engines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from nanoengine.attention.shared_prefix import PrefixBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,21 @@ class AttentionSpec:
     head_dim: int
     scale: float  # multiplies q·k
     window: int | None = None  # sliding window: a query at position p sees positions > p - window; None is full
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Which decode rows read a prefix of their blocks together: a PrefixPlan on the device."""
+
+    items: Tensor  # int32 [items, 5]
+    rows: Tensor  # int32 [5, max_rows]
+    parts: int  # most partial results
+
+    @classmethod
+    def views(cls, buffers: Sequence[Tensor], bounds: PrefixBounds) -> SharedPrefixes:
+        """Of int32 device buffers of ``bounds.shapes``, into which ``PrefixPlan.arrays()`` are copied."""
+        items, rows = buffers
+        return cls(items, rows, bounds.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +60,7 @@ class Batch:
     kv_slots: Tensor  # int64 [tokens] where each token's K and V go: block * block_size + offset
     query_lens_host: tuple[int, ...]  # [rows]; empty while a graph is recorded: the device alone knows then
     seq_lens_host: tuple[int, ...]  # [rows]; likewise
+    shared: SharedPrefixes | None = None  # a backend may make use of it
     longest: int = 0  # at least the length of every decode row; 0: see seq_lens_host
 
     @property

@@ -39,6 +39,7 @@ class TritonAttention(AttentionBackend):
             scale=spec.scale,
             window=spec.window,
             longest=batch.longest_decode,
+            shared=batch.shared,
         )
 
     def prefill(

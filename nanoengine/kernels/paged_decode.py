@@ -5,7 +5,8 @@ share the key-value head are packed into one tile, so that keys and values are r
 kernel merges the stretches by their log-sum-exp (Flash-Decoding, Dao et al., 2023).
 
 The grid follows from sizes that the host knows, and each row divides its own length among its programs on the device:
-a CUDA graph captured for the longest context serves short ones, whose spare programs end at once.
+a CUDA graph captured for the longest context serves short ones, whose spare programs end at once. Where rows share a
+prefix (kernels/shared_prefix_decode.py), they divide what comes after it, and the merge takes its parts too.
 
 Decoding is bound by reading keys and values. On one H200 (reads at most 4.43 TB/s) this reads them at, in TB/s: 4.01
 for 256 rows of 200 to 1,400 tokens, 4.33 for 64 of 8k, 4.00 for 1,024 of 128 to 256 (16 query and 8 key-value heads of
@@ -19,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2E = 1.4426950408889634
-"""The kernels take powers of 2, which the hardware has; scores are scaled by this."""
+from nanoengine.attention.base import SharedPrefixes
+from nanoengine.kernels.attend_span import LOG2E, attend_span
+from nanoengine.kernels.shared_prefix_decode import attend_prefixes
 
 _PROGRAMS = 8192
 """Programs of a launch, unless contexts are long: 60 for each processor of an H200, so that ragged rows even out, while
@@ -31,72 +33,37 @@ _MAX_SPLITS = 64
 
 
 @triton.jit
-def attend_span(  # type: ignore[no-untyped-def]
-    q,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    begin,
-    end,
-    head,
-    scale_log2,
-    kv_block_stride,
-    kv_token_stride,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Attention of q [LANES, DIM_PAD] to positions [begin, end) of the row whose block table is at ``table_ptr``.
-
-    Returns its output, normalised, and the log2 of the sum of its weights; 0 and -inf of an empty span.
-    """
-    dims = tl.arange(0, DIM_PAD)
-    best = tl.full((LANES,), float("-inf"), tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    out = tl.zeros((LANES, DIM_PAD), tl.float32)
-    for start in tl.range(begin, end, TILE, num_stages=STAGES):
-        at = start + tl.arange(0, TILE)
-        seen = at < end
-        block = tl.load(table_ptr + at // BLOCK, mask=seen, other=0)
-        # 64 bits: a pool of few layers on a large card has more than 2^31 elements in one layer.
-        where = block.to(tl.int64) * kv_block_stride + (at % BLOCK) * kv_token_stride + head * DIM
-        in_kv = seen[:, None] & (dims[None, :] < DIM)
-        k = tl.load(k_ptr + where[:, None] + dims[None, :], mask=in_kv, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        decay = tl.exp2(best - new_best)
-        weights = tl.exp2(scores - new_best[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        v = tl.load(v_ptr + where[:, None] + dims[None, :], mask=in_kv, other=0.0).to(q.dtype)
-        out = out * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        best = new_best
-    lse = best + tl.log2(total)
-    return out / tl.where(total > 0, total, 1.0)[:, None], lse
-
-
-@triton.jit
 def _divided(  # type: ignore[no-untyped-def]
-    lens_ptr, row, splits, WINDOW: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr
+    lens_ptr,
+    shared_ptr,
+    row,
+    splits,
+    max_rows,
+    WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
-    """How a row divides among its programs: first position seen, end, tokens of a program, programs used."""
+    """How a row divides among its programs: first position, end, tokens of a program, programs, parts of a prefix."""
     length = tl.load(lens_ptr + row)
     first = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else length * 0
+    prefix_parts = length * 0
+    if SHARED:
+        first = tl.load(shared_ptr + max_rows + row)
+        prefix_parts = tl.load(shared_ptr + 3 * max_rows + row)
     seen = length - first
     span = tl.maximum(tl.cdiv(tl.cdiv(seen, splits), TILE) * TILE, SPLIT)
-    return first, length, span, tl.maximum(tl.cdiv(seen, span), 1)
+    return first, length, span, tl.maximum(tl.cdiv(seen, span), 1), prefix_parts
 
 
-@triton.jit(do_not_specialize=["table_stride", "splits", "entries"])
+@triton.jit(do_not_specialize=["table_stride", "splits", "entries", "max_rows"])
 def _decode(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
     v_ptr,
     table_ptr,
     lens_ptr,
+    shared_ptr,  # int32 [5, max_rows], as of PrefixPlan.rows
     out_ptr,
     parts_ptr,  # float32: outputs [entries, heads, dim], then log2 of the sums of weights [entries, heads]
     scale_log2,
@@ -105,6 +72,7 @@ def _decode(  # type: ignore[no-untyped-def]
     table_stride,
     splits,
     entries,
+    max_rows,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one key-value head
     GROUP_PAD: tl.constexpr,
@@ -112,6 +80,7 @@ def _decode(  # type: ignore[no-untyped-def]
     DIM_PAD: tl.constexpr,
     BLOCK: tl.constexpr,  # tokens of a cache block
     WINDOW: tl.constexpr,  # 0: full attention
+    SHARED: tl.constexpr,  # whether rows may share a prefix
     TILE: tl.constexpr,  # tokens of one turn of the loop
     SPLIT: tl.constexpr,  # fewest tokens of one program, if the row has more than that
     STAGES: tl.constexpr,
@@ -119,7 +88,9 @@ def _decode(  # type: ignore[no-untyped-def]
     head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    first, length, span, used = _divided(lens_ptr, row, splits, WINDOW, SPLIT, TILE)
+    first, length, span, used, prefix_parts = _divided(
+        lens_ptr, shared_ptr, row, splits, max_rows, WINDOW, SHARED, TILE, SPLIT
+    )
     if split >= used:
         return
 
@@ -148,7 +119,7 @@ def _decode(  # type: ignore[no-untyped-def]
         TILE,
         STAGES,
     )
-    if used == 1:
+    if used + prefix_parts == 1:
         tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=in_q)
     else:
         part = (row * splits + split) * KV_HEADS * GROUP + heads
@@ -157,39 +128,31 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(lse_ptr + part, lse, mask=group < GROUP)
 
 
-@triton.jit(do_not_specialize=["splits", "entries"])
-def _merge(  # type: ignore[no-untyped-def]
+@triton.jit
+def _add(  # type: ignore[no-untyped-def]
+    best,
+    total,
+    out,
     parts_ptr,
-    lens_ptr,
-    out_ptr,
-    splits,
-    entries,
+    lse_ptr,
+    first_entry,
+    step,
+    count,
+    head,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
     CHUNK: tl.constexpr,  # parts taken at a time
 ):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    _first, _length, _span, used = _divided(lens_ptr, row, splits, WINDOW, SPLIT, TILE)
-    if used == 1:
-        return
-
-    lse_ptr = parts_ptr + entries.to(tl.int64) * HEADS * DIM
+    """Add ``count`` parts to the running maximum, total and output of one row and head."""
     dims = tl.arange(0, DIM_PAD)
-    best = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
-    total = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
-    out = tl.zeros((DIM_PAD,), tl.float32)
-    for start in range(0, used, CHUNK):
-        split = start + tl.arange(0, CHUNK)
-        part = (row * splits + split) * HEADS + head
-        lse = tl.load(lse_ptr + part, mask=split < used, other=float("-inf"))
+    for start in range(0, count, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        part = (first_entry + number * step) * HEADS + head
+        lse = tl.load(lse_ptr + part, mask=number < count, other=float("-inf"))
         parts = tl.load(
             parts_ptr + part[:, None] * DIM + dims[None, :],
-            mask=(split[:, None] < used) & (dims[None, :] < DIM),
+            mask=(number[:, None] < count) & (dims[None, :] < DIM),
             other=0.0,
         )
         new_best = tl.maximum(best, tl.max(lse, 0))
@@ -198,6 +161,49 @@ def _merge(  # type: ignore[no-untyped-def]
         total = total * decay + tl.sum(weights, 0)
         out = out * decay + tl.sum(parts * weights[:, None], 0)
         best = new_best
+    return best, total, out
+
+
+@triton.jit(do_not_specialize=["splits", "entries", "max_rows"])
+def _merge(  # type: ignore[no-untyped-def]
+    parts_ptr,
+    lens_ptr,
+    shared_ptr,
+    out_ptr,
+    splits,
+    entries,
+    max_rows,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    _first, _length, _span, used, prefix_parts = _divided(
+        lens_ptr, shared_ptr, row, splits, max_rows, WINDOW, SHARED, TILE, SPLIT
+    )
+    if used + prefix_parts == 1:
+        return
+
+    lse_ptr = parts_ptr + entries.to(tl.int64) * HEADS * DIM
+    best = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
+    total = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
+    out = tl.zeros((DIM_PAD,), tl.float32)
+    best, total, out = _add(
+        best, total, out, parts_ptr, lse_ptr, row * splits, 1, used, head, HEADS, DIM, DIM_PAD, CHUNK
+    )
+    if SHARED:
+        first_part = tl.num_programs(0) * splits + tl.load(shared_ptr + 2 * max_rows + row).to(tl.int64)
+        step = tl.load(shared_ptr + 4 * max_rows + row)
+        best, total, out = _add(
+            best, total, out, parts_ptr, lse_ptr, first_part, step, prefix_parts, head, HEADS, DIM, DIM_PAD, CHUNK
+        )
+    dims = tl.arange(0, DIM_PAD)
     at = (row * HEADS + head) * DIM + dims
     tl.store(out_ptr + at, (out / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
 
@@ -223,12 +229,14 @@ def paged_decode(
     scale: float,
     window: int | None,
     longest: int,
+    shared: SharedPrefixes | None = None,
 ) -> Tensor:
     """Attention of one token a row: q [rows, heads, dim] over pages [blocks, block_size, kv_heads, dim].
 
     ``table`` is int32 [rows, width], ``lens`` int32 [rows] (the row's own token included, already stored; 0 gives
     zeros), ``longest`` at least their maximum: it sets the grid. float32, bfloat16 or float16; pages are of q's dtype
-    or float8_e4m3fn (as they are, without a scale). Returns q's shape and dtype.
+    or float8_e4m3fn (as they are, without a scale). ``shared`` says which rows read a prefix of their blocks together;
+    under a window none do. Returns q's shape and dtype.
     """
     rows, heads, dim = q.shape
     block_size, kv_heads = keys.shape[1:3]
@@ -237,18 +245,34 @@ def paged_decode(
     splits = num_splits(rows, kv_heads, longest if window is None else min(longest, window), split)
     q = q.contiguous()
     out = torch.empty_like(q)
-    entries = rows * splits
-    parts = out if splits == 1 else torch.empty(entries * heads * (dim + 1), dtype=torch.float32, device=q.device)
+    own, entries = rows * splits, rows * splits
+    if window is not None:
+        shared = None
+    if shared is not None:
+        entries += shared.parts
+    merges = splits > 1 or shared is not None
+    parts = torch.empty(entries * heads * (dim + 1), dtype=torch.float32, device=q.device) if merges else out
+    if shared is not None:
+        attend_prefixes(q, keys, values, table, shared, parts, scale=scale, first_entry=own, entries=entries)
     dim_pad = max(16, triton.next_power_of_2(dim))  # 16: the least that a tensor core multiplies, in rows and columns
     # Tiles of 64 KiB of keys and values: two stages of them fit the shared memory of an A100 and what came after it.
     tile = min(128, max(16, 16384 // (dim_pad * q.element_size() // 2)))
-    shape = {"DIM": dim, "DIM_PAD": dim_pad, "WINDOW": window or 0, "TILE": tile, "SPLIT": split}
+    shape = {
+        "DIM": dim,
+        "DIM_PAD": dim_pad,
+        "WINDOW": window or 0,
+        "SHARED": shared is not None,
+        "TILE": tile,
+        "SPLIT": split,
+    }
+    groups, max_rows = (lens, rows) if shared is None else (shared.rows, shared.rows.shape[1])
     _decode[(kv_heads, splits, rows)](
         q,
         keys,
         values,
         table,
         lens,
+        groups,
         out,
         parts,
         scale * LOG2E,
@@ -257,6 +281,7 @@ def paged_decode(
         table.stride(0),
         splits,
         entries,
+        max_rows,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
@@ -265,8 +290,10 @@ def paged_decode(
         num_warps=4,
         **shape,
     )
-    if splits > 1:
-        _merge[(rows, heads)](parts, lens, out, splits, entries, HEADS=heads, CHUNK=32, num_warps=4, **shape)
+    if merges:
+        _merge[(rows, heads)](
+            parts, lens, groups, out, splits, entries, max_rows, HEADS=heads, CHUNK=32, num_warps=4, **shape
+        )
     return out
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoengine.kernels.paged_decode import LOG2E
+from nanoengine.kernels.attend_span import LOG2E
 
 
 @triton.jit
