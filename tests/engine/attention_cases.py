@@ -89,7 +89,8 @@ class Pages:
         new_v = torch.cat([v[past:] for v, (past, _) in zip(self.v, self.rows, strict=True)])
         context = ForwardContext(backend, self.cache, self.batch)
         for pages, new in zip(context.pages(self.spec), (new_k, new_v), strict=True):
-            pages.flatten(0, 1).index_copy_(0, context.kv_slots, new)
+            stored = new.to(pages.dtype).view(torch.uint8)  # as bytes: few operations take float8
+            pages.flatten(0, 1).view(torch.uint8).index_copy_(0, context.kv_slots, stored)
         return context.attend(self.spec, torch.cat(self.q))
 
     def naive(self) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoengine.attention import select
 from nanoengine.attention.select import select_backend
 from nanoengine.attention.torch import TorchAttention
 from nanoengine.errors import ModelLoadError
@@ -103,7 +105,52 @@ def test_large_scores_do_not_overflow() -> None:
 def test_selection() -> None:
     for name in ("auto", "torch"):
         assert select_backend(name, device=CPU, head_dim=24, dtype=torch.float32).name == "torch"
-    with pytest.raises(ModelLoadError, match=r"'flash' is not known; known: auto, torch"):
-        select_backend("flash", device=CPU, head_dim=64, dtype=torch.float32)
+    with pytest.raises(ModelLoadError, match=r"'flash3' is not known; known: auto, torch, triton, flash, flash4"):
+        select_backend("flash3", device=CPU, head_dim=64, dtype=torch.float32)
     with pytest.raises(ModelLoadError, match="float64"):
         select_backend("auto", device=CPU, head_dim=64, dtype=torch.float64)
+    for name in ("triton", "flash", "flash4"):
+        with pytest.raises(ModelLoadError, match=f"{name} needs a CUDA device, not cpu"):
+            select_backend(name, device=CPU, head_dim=64, dtype=torch.bfloat16)
+    with pytest.raises(ModelLoadError, match=r"torch reads a KV cache in torch.float16 only"):
+        select_backend("auto", device=CPU, head_dim=64, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
+    with pytest.raises(ModelLoadError, match=r"a KV cache in torch.float32: use torch.float16 or float8_e4m3fn"):
+        select_backend("auto", device=CPU, head_dim=64, dtype=torch.float16, kv_dtype=torch.float32)
+    with pytest.raises(ModelLoadError, match="torch does not give the same bits"):
+        select_backend("torch", device=CPU, head_dim=64, dtype=torch.float32, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing", "dtype", "settings", "expected"),
+    [
+        ((9, 0), [], torch.bfloat16, {}, "flash4"),
+        ((9, 0), ["flash_attn.cute"], torch.bfloat16, {}, "flash"),
+        ((8, 0), [], torch.float16, {}, "flash"),
+        ((12, 0), [], torch.float16, {}, "flash"),
+        ((9, 0), ["flash_attn.cute", "flash_attn.flash_attn_interface"], torch.bfloat16, {}, "triton"),
+        ((7, 5), [], torch.float16, {}, "triton"),
+        ((9, 0), [], torch.float32, {}, "triton"),
+        ((9, 0), [], torch.bfloat16, {"deterministic": True}, "triton"),
+        ((9, 0), [], torch.bfloat16, {"kv_dtype": torch.float8_e4m3fn}, "flash4"),
+        ((9, 0), [], torch.bfloat16, {"head_dim": 100}, "flash"),
+        ((9, 0), [], torch.bfloat16, {"head_dim": 320}, "torch"),
+    ],
+)
+def test_auto_takes_the_fastest_that_fits(
+    capability: tuple[int, int],
+    missing: list[str],
+    dtype: torch.dtype,
+    settings: dict[str, Any],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def imported(module: str) -> None:
+        if module in missing:
+            raise ImportError(f"no {module}")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(select, "import_module", imported)
+    monkeypatch.setattr(select, "find_spec", lambda name: name)
+    monkeypatch.setattr(select, "_made", lambda name, deterministic: name)
+    found = select_backend("auto", device=torch.device("cuda"), dtype=dtype, **{"head_dim": 128, **settings})
+    assert found == expected

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.engine.triton_device import DEVICE, DTYPES, add_up_rows_alike  # isort: skip  # before any kernel is defined
 
-from nanoengine.attention.base import AttentionBackend
+from nanoengine.attention.base import AttentionBackend, KVCache, SharedPrefixes
+from nanoengine.attention.flash import FlashAttention
+from nanoengine.attention.flash4 import Flash4Attention
+from nanoengine.attention.shared_prefix import PrefixBounds, SharedPrefixPlanner
 from nanoengine.attention.triton import TritonAttention
 from tests.engine.attention_cases import Case, Pages
 
@@ -23,11 +31,22 @@ CASES = [
 ]
 
 
-def check(backend: AttentionBackend, case: Case, dtype: torch.dtype) -> Tensor:
-    pages = Pages(Case(**{**case.__dict__, "dtype": dtype}), DEVICE)
+def check(backend: AttentionBackend, case: Case, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> None:
+    pages = Pages(replace(case, dtype=dtype), DEVICE)
+    caches = pages.cache.keys[0], pages.cache.values[0]
+    if isinstance(backend, Flash4Attention):  # it says that it reads what is finite
+        for cache in caches:
+            cache.nan_to_num_()
+    if kv_dtype is not None:
+        pages.k, pages.v = ([t.to(kv_dtype).to(dtype) for t in tensors] for tensors in (pages.k, pages.v))
+        size = case.block_size
+        for cache, rows in zip(caches, (pages.k, pages.v), strict=True):
+            for (past, _), table, tokens in zip(pages.rows, pages.tables, rows, strict=True):
+                for position in range(past):
+                    cache[table[position // size], position % size] = tokens[position]
+        pages.cache = KVCache((caches[0].to(kv_dtype),), (caches[1].to(kv_dtype),))
     found = pages.attend(backend)
     torch.testing.assert_close(found.double(), pages.naive(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,3 +71,128 @@ def test_a_deterministic_decode_has_the_bits_of_a_prefill(dtype: torch.dtype, mo
             cache[decode.tables[0][position // 4], position % 4] = rows[0][position]
     decode.q[0] = prompt.q[0][69:]
     assert torch.equal(decode.attend(backend)[0], whole[69])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_decode_as_a_graph_captures_it(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host knows bounds only; rows 0 and 2 read two blocks together, of which it knows nothing either."""
+    monkeypatch.setattr("nanoengine.attention.shared_prefix._GROUP_TOKENS", 0)
+    pages = Pages(Case(rows=((30, 1), (12, 1), (50, 1)), head_dim=64), DEVICE)
+    pages.tables[2][:2] = pages.tables[0][:2]
+    pages.batch.block_table[2, :2] = pages.batch.block_table[0, :2]
+    pages.k[2][:8], pages.v[2][:8] = pages.k[0][:8], pages.v[0][:8]
+    bounds = PrefixBounds.of(4, num_heads=6, num_kv_heads=2)
+    planner = SharedPrefixPlanner(bounds, block_size=4, num_heads=6, num_kv_heads=2, token_bytes=10_000_000)
+    plan = planner.plan(pages.batch.block_table.cpu().numpy(), pages.batch.seq_lens.cpu().numpy())
+    assert plan is not None
+    assert plan.rows[1].tolist() == [8, 0, 8, 0]
+    shared = SharedPrefixes.views([torch.from_numpy(array).to(DEVICE) for array in plan.arrays()], bounds)
+    pages.batch = replace(pages.batch, query_lens_host=(), seq_lens_host=(), longest=1024, shared=shared)
+    found = pages.attend(TritonAttention(deterministic=deterministic))
+    torch.testing.assert_close(found.double(), pages.naive(), atol=1e-5, rtol=1e-5)
+
+
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, queries: list[int], keys: list[int], scale: float, window: int | None
+) -> Tensor:
+    """What the libraries compute: attention over contiguous rows, causal from the bottom right."""
+    outputs = []
+    for q_row, k_row, v_row in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        at = torch.arange(len(k_row))
+        position = at[len(k_row) - len(q_row) :, None]
+        mask = (at <= position) & (at >= position - (len(k_row) if window is None else window))
+        heads = (t.transpose(0, 1)[None] for t in (q_row, k_row, v_row))
+        out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def contiguous(pages: Tensor, table: Tensor, lens: list[int]) -> Tensor:
+    return torch.cat([pages[row.long()].flatten(0, 1)[:n] for row, n in zip(table, lens, strict=True)])
+
+
+def flash2(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, softmax_scale: float, causal: bool, window_size: tuple[int, int], block_table: Tensor | None,
+) -> Tensor:  # fmt: skip
+    queries, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (causal, max(queries), max(keys)) == (True, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        assert k.shape[1] % 256 == 0
+        k, v = (contiguous(pages, block_table, keys) for pages in (k, v))
+    return varlen(q, k, v, queries, keys, softmax_scale, None if window_size == (-1, -1) else window_size[0])
+
+
+def flash4(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool,
+    window_size: tuple[int | None, int | None], cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
+    seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+) -> tuple[Tensor, None]:  # fmt: skip
+    queries = cu_seqlens_q.diff().tolist()
+    assert (causal, max(queries)) == (True, max_seqlen_q)
+    assert q.dtype == k.dtype == v.dtype
+    if page_table is None:
+        assert cu_seqlens_k is not None
+        keys = cu_seqlens_k.diff().tolist()
+        assert max(keys) == max_seqlen_k
+    else:
+        assert seqused_k is not None
+        keys = seqused_k.tolist()
+        k, v = (contiguous(pages, page_table, keys) for pages in (k, v))
+    return varlen(q, k, v, queries, keys, softmax_scale, window_size[0]), None
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, the libraries' functions in plain torch: what they are handed is tested there, not they."""
+    if DEVICE == "cpu":
+        package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+        package.flash_attn_varlen_func, cute.flash_attn_varlen_func = flash2, flash4  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flash_attn", package)
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+
+
+def made(backend: type[AttentionBackend], **settings: Any) -> AttentionBackend:
+    try:
+        return backend(**settings)
+    except ImportError as error:
+        pytest.skip(f"{backend.__name__}: {error}")
+
+
+LIBRARIES: list[tuple[type[AttentionBackend], dict[str, Any]]] = [
+    (FlashAttention, {}),
+    (Flash4Attention, {}),
+    (Flash4Attention, {"gather": True}),
+]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("backend", "settings"), LIBRARIES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        Case(rows=((0, 1), (0, 50), (0, 20)), head_dim=64, block_size=16),  # nothing cached
+        Case(rows=((20, 40), (0, 33)), head_dim=64, block_size=256),
+        Case(rows=((200, 100), (0, 130)), head_dim=128, block_size=128, kv_heads=1, group=2),
+    ],
+    ids=str,
+)
+def test_libraries(case: Case, backend: type[AttentionBackend], settings: dict[str, Any]) -> None:
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    check(made(backend, **settings), case, dtype)
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("backend", [TritonAttention, FlashAttention, Flash4Attention])
+def test_fp8_pages(backend: type[AttentionBackend]) -> None:
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    check(made(backend), MIXED, dtype, torch.float8_e4m3fn)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_contexts_too_long_to_gather_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoengine.attention.varlen._GATHER_TOKENS", 90)
+    backend = made(FlashAttention)
+    monkeypatch.setattr(backend, "_attend", None)
+    check(backend, MIXED, torch.float16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,7 +53,7 @@ def prefill(pages: Pages, first_row: int = 0) -> Tensor:
     ids=str,
 )
 def test_equals_naive(case: Case, dtype: torch.dtype) -> None:
-    pages = Pages(Case(**{**case.__dict__, "dtype": dtype}), DEVICE)
+    pages = Pages(replace(case, dtype=dtype), DEVICE)
     torch.testing.assert_close(prefill(pages).double(), pages.naive(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 

@@ -1,0 +1,128 @@
+"""How a step's decode rows are divided among the programs of a GPU: plans for kernels/paged_decode.py. No torch.
+
+Decoding is bound by reading keys and values, so each processor has to get the same share of them, from the first row to
+the last and however ragged they are. A row that is longer than a fair share is split, its parts are merged by their
+log-sum-exp, and programs start with the longest piece: what is left at the end is small (LPT scheduling, Graham, 1969).
+
+A plan is int32 arrays of a bounded size that the host works out while the step before runs. On the device they lie in
+fixed buffers, so a CUDA graph that was recorded once takes whatever plan is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nanoengine.attention.shared_prefix import PrefixBounds, SharedPrefixPlanner
+
+IntArray = npt.NDArray[np.int32]
+
+_PROGRAMS = 528
+"""Pieces, over all key-value heads, that a step's reading is divided into, if the rows are long enough: 4 for each
+processor of an H200, so that a piece too many for one of them is a quarter of its work at most."""
+
+_GRAIN = 64  # tokens: no piece is cut finer than the kernel's smallest tile
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayout:
+    """What plans depend on: sizes of a layer, of this device's share of it."""
+
+    max_rows: int
+    num_heads: int
+    num_kv_heads: int
+    block_size: int
+    token_bytes: int  # keys and values of one token in one layer
+    windows: tuple[int | None, ...]  # of the layers, each once
+    share_prefixes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """``arrays`` in the planner's order; ``shared``: whether rows read prefixes together."""
+
+    arrays: tuple[IntArray, ...]
+    shared: bool
+
+
+class DecodePlanner:
+    """Plans decode steps one after the other.
+
+    Arrays of a plan, for each window: ``items`` [size + more, 4] (row, first position, end, part or -1: it is the whole
+    row; first equal to end: nothing to do), then ``rows`` [2, size] (each row's first part, its parts); at the end,
+    if prefixes are shared, those of ``PrefixPlan``.
+    """
+
+    def __init__(self, layout: DecodeLayout) -> None:
+        self.windows = layout.windows
+        self._max_rows = layout.max_rows
+        self._more = -(-_PROGRAMS // layout.num_kv_heads)
+        self.prefix_bounds: PrefixBounds | None = None
+        self._prefixes: SharedPrefixPlanner | None = None
+        if layout.share_prefixes and None in layout.windows:
+            heads = {"num_heads": layout.num_heads, "num_kv_heads": layout.num_kv_heads}
+            self.prefix_bounds = PrefixBounds.of(layout.max_rows, **heads)
+            self._prefixes = SharedPrefixPlanner(
+                self.prefix_bounds, block_size=layout.block_size, token_bytes=layout.token_bytes, **heads
+            )
+
+    def shapes(self, size: int, shared: bool) -> list[tuple[int, int]]:
+        """Of the arrays of a plan for ``size`` rows."""
+        shapes = [(size + self._more, 4), (2, size)] * len(self.windows)
+        if shared:
+            assert self.prefix_bounds is not None
+            shapes += self.prefix_bounds.shapes
+        return shapes
+
+    def plan(self, table: IntArray, seq_lens: IntArray, size: int, *, share: bool = True) -> DecodePlan:
+        """Plan the rows of ``table`` int32 [rows, width] and ``seq_lens`` int32 [rows] in arrays for ``size`` rows."""
+        prefixes = self._prefixes.plan(table, seq_lens) if share and self._prefixes is not None else None
+        arrays: list[IntArray] = []
+        for window in self.windows:
+            first = np.zeros(len(seq_lens), np.int32)
+            if window is not None:
+                first = np.maximum(seq_lens - window, 0)
+            elif prefixes is not None:
+                first = prefixes.rows[1, : len(seq_lens)]
+            arrays += divide(first, seq_lens, size, self._more, whole=window is not None or prefixes is None)
+        if prefixes is not None:
+            arrays += prefixes.arrays()
+        return DecodePlan(tuple(arrays), prefixes is not None)
+
+
+def divide(first: IntArray, end: IntArray, size: int, more: int, *, whole: bool = True) -> tuple[IntArray, IntArray]:
+    """Divide positions ``first`` to ``end`` of each row; gives ``items`` and ``rows`` of a plan.
+
+    ``more`` is about how many pieces of equal length all of it would make; no more than that are added to one a row.
+    Unless ``whole``, a row with ``first`` above 0 has a part in its one piece too, as it has others elsewhere.
+    """
+    lengths = end - first
+    span = max(_GRAIN, -(-int(lengths.sum()) // more))
+    pieces = np.maximum(-(-lengths // span), 1)
+    # Of a row that is split, all pieces but the last are equally long, in whole grains.
+    span = -(-(-(-lengths // pieces)) // _GRAIN) * _GRAIN
+    pieces = np.maximum(-(-lengths // np.maximum(span, 1)), 1)
+    row = np.repeat(np.arange(len(end), dtype=np.int32), pieces)
+    start = np.cumsum(pieces) - pieces
+    number = np.arange(len(row)) - start[row]
+    begins = first[row] + number * span[row]
+    ends = np.minimum(begins + span[row], end[row])
+
+    parts = np.where((pieces > 1) | ((first > 0) & (not whole)), pieces, 0)
+    first_part = np.cumsum(parts) - parts
+    part = np.where(parts[row] > 0, first_part[row] + number, -1)
+
+    items = np.zeros((size + more, 4), np.int32)
+    longest_first = np.argsort(begins - ends, kind="stable")
+    items[: len(row)] = np.stack((row, begins, ends, part), axis=1)[longest_first]
+    rows = np.zeros((2, size), np.int32)
+    rows[0, : len(end)], rows[1, : len(end)] = first_part, parts
+    return items, rows
+
+
+def split(shapes: Sequence[tuple[int, int]]) -> list[int]:
+    """Elements of each."""
+    return [rows * columns for rows, columns in shapes]
