@@ -8,13 +8,14 @@ so a process can hold several engines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanoengine.attention.decode_plan import DecodePlanner
 from nanoengine.attention.shared_prefix import PrefixBounds
 
 
@@ -46,11 +47,31 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """Who reads what in a step's decodes, for layers of one window: a DecodePlan on the device."""
+
+    items: Tensor  # int32 [items, 4]
+    rows: Tensor  # int32 [2, rows]
+    shared: SharedPrefixes | None = None
+
+    @classmethod
+    def views(cls, arrays: Sequence[Tensor], planner: DecodePlanner) -> dict[int | None, DecodeWork]:
+        """By window, of the arrays of a plan."""
+        windows, shared = planner.windows, None
+        if len(arrays) > 2 * len(windows):
+            assert planner.prefix_bounds is not None
+            shared = SharedPrefixes.views(arrays[-2:], planner.prefix_bounds)
+        return {
+            window: cls(arrays[2 * i], arrays[2 * i + 1], shared if window is None else None)
+            for i, window in enumerate(windows)
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The layout of one step's tokens, shared by all layers. Rows are sequences; decode rows (one token) come first.
 
-    Tensors are on the device; the ``*_host`` fields are Python copies for backends that loop over rows. While a CUDA
-    graph is captured these are empty, all rows are decodes and ``longest`` is a bound; a row of length 0 is padding.
+    Tensors are on the device; the ``*_host`` fields are Python copies for backends that loop over rows.
     """
 
     num_decodes: int
@@ -60,13 +81,7 @@ class Batch:
     kv_slots: Tensor  # int64 [tokens] where each token's K and V go: block * block_size + offset
     query_lens_host: tuple[int, ...]  # [rows]; empty while a graph is recorded: the device alone knows then
     seq_lens_host: tuple[int, ...]  # [rows]; likewise
-    shared: SharedPrefixes | None = None  # a backend may make use of it
-    longest: int = 0  # at least the length of every decode row; 0: see seq_lens_host
-
-    @property
-    def longest_decode(self) -> int:
-        """At least the length of every decode row."""
-        return self.longest or max(self.seq_lens_host[: self.num_decodes])
+    work: Mapping[int | None, DecodeWork] = field(default_factory=dict)  # by window; for backends that ask for plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +125,7 @@ class AttentionBackend(ABC):
     """Attention over pages. ``prepare`` runs once a step, ``decode`` and ``prefill`` once a layer."""
 
     name: str
-    recordable = False  # whether decode works under a CUDA graph: from device tensors and Batch.longest alone
+    planned = False  # whether decode takes Batch.work, and with it, device tensors alone: as a CUDA graph needs
 
     def prepare(self, batch: Batch, block_size: int) -> object:
         """Work out what all layers of a step share (indices, masks, split plans); handed to decode and prefill."""

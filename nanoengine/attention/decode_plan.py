@@ -10,7 +10,6 @@ fixed buffers, so a CUDA graph that was recorded once takes whatever plan is in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,7 +57,6 @@ class DecodePlanner:
 
     def __init__(self, layout: DecodeLayout) -> None:
         self.windows = layout.windows
-        self._max_rows = layout.max_rows
         self._more = -(-_PROGRAMS // layout.num_kv_heads)
         self.prefix_bounds: PrefixBounds | None = None
         self._prefixes: SharedPrefixPlanner | None = None
@@ -69,6 +67,11 @@ class DecodePlanner:
                 self.prefix_bounds, block_size=layout.block_size, token_bytes=layout.token_bytes, **heads
             )
 
+    @property
+    def shares(self) -> bool:
+        """Whether rows may read prefixes together."""
+        return self._prefixes is not None
+
     def shapes(self, size: int, shared: bool) -> list[tuple[int, int]]:
         """Of the arrays of a plan for ``size`` rows."""
         shapes = [(size + self._more, 4), (2, size)] * len(self.windows)
@@ -77,9 +80,9 @@ class DecodePlanner:
             shapes += self.prefix_bounds.shapes
         return shapes
 
-    def plan(self, table: IntArray, seq_lens: IntArray, size: int, *, share: bool = True) -> DecodePlan:
+    def plan(self, table: IntArray, seq_lens: IntArray, size: int) -> DecodePlan:
         """Plan the rows of ``table`` int32 [rows, width] and ``seq_lens`` int32 [rows] in arrays for ``size`` rows."""
-        prefixes = self._prefixes.plan(table, seq_lens) if share and self._prefixes is not None else None
+        prefixes = self._prefixes.plan(table, seq_lens) if self._prefixes is not None else None
         arrays: list[IntArray] = []
         for window in self.windows:
             first = np.zeros(len(seq_lens), np.int32)
@@ -100,11 +103,11 @@ def divide(first: IntArray, end: IntArray, size: int, more: int, *, whole: bool 
     Unless ``whole``, a row with ``first`` above 0 has a part in its one piece too, as it has others elsewhere.
     """
     lengths = end - first
-    span = max(_GRAIN, -(-int(lengths.sum()) // more))
-    pieces = np.maximum(-(-lengths // span), 1)
+    share = max(_GRAIN, -(-int(lengths.sum()) // more))
+    pieces = np.maximum(_ceil(lengths, share), 1)
     # Of a row that is split, all pieces but the last are equally long, in whole grains.
-    span = -(-(-(-lengths // pieces)) // _GRAIN) * _GRAIN
-    pieces = np.maximum(-(-lengths // np.maximum(span, 1)), 1)
+    span = np.maximum(_ceil(_ceil(lengths, pieces), _GRAIN), 1) * _GRAIN
+    pieces = np.maximum(_ceil(lengths, span), 1)
     row = np.repeat(np.arange(len(end), dtype=np.int32), pieces)
     start = np.cumsum(pieces) - pieces
     number = np.arange(len(row)) - start[row]
@@ -123,6 +126,5 @@ def divide(first: IntArray, end: IntArray, size: int, more: int, *, whole: bool 
     return items, rows
 
 
-def split(shapes: Sequence[tuple[int, int]]) -> list[int]:
-    """Elements of each."""
-    return [rows * columns for rows, columns in shapes]
+def _ceil(numerator: IntArray, denominator: IntArray | int) -> IntArray:
+    return -(-numerator // denominator)

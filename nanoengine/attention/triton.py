@@ -19,7 +19,7 @@ class TritonAttention(AttentionBackend):
     """
 
     name = "triton"
-    recordable = True
+    planned = True
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self._deterministic = deterministic
@@ -30,17 +30,7 @@ class TritonAttention(AttentionBackend):
         rows = batch.num_decodes
         if self._deterministic:
             return _prefill(spec, q, keys, values, batch, first_row=0, rows=rows)
-        return paged_decode(
-            q,
-            keys,
-            values,
-            batch.block_table,
-            batch.seq_lens,
-            scale=spec.scale,
-            window=spec.window,
-            longest=batch.longest_decode,
-            shared=batch.shared,
-        )
+        return paged_decode(q, keys, values, batch.block_table, batch.work[spec.window], scale=spec.scale)
 
     def prefill(
         self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, plan: object

@@ -6,51 +6,57 @@ smallest that holds it, its missing rows padded with rows of length 0, which rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 
-def batch_sizes(most: int) -> list[int]:
-    """The grid: every size up to 8, then steps of about an eighth, so that padding costs at most that much."""
+def batch_sizes(most: int, fineness: int = 3) -> list[int]:
+    """A grid of batch sizes up to ``most``: ``2**fineness`` steps from each power of two to the next.
+
+    By default steps of about an eighth, so that padding costs at most that much, and every size up to 8.
+    """
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
-        size += max(1, 1 << max(0, size.bit_length() - 4))
+        size += max(1, 1 << max(0, size.bit_length() - 1 - fineness))
     return [*sizes, most]
 
 
 class DecodeGraphs:
-    """Graphs of ``forward(rows)``, one for each of ``sizes`` (ascending).
+    """Graphs of ``forward(rows, variant)``, for each number of rows in ``sizes`` (ascending), by variant.
 
     They share one memory pool, as only one runs at a time: what ``forward`` is to leave behind goes into tensors made
     before.
     """
 
-    def __init__(self, forward: Callable[[int], None], sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, forward: Callable[[int, bool], None], sizes: Mapping[bool, Sequence[int]], device: torch.device
+    ) -> None:
         self._forward = forward
-        self._sizes = list(sizes)
+        self._sizes = {variant: list(each) for variant, each in sizes.items()}
         self._device = device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
     def capture(self) -> None:
         """Record all graphs; the buffers that ``forward`` reads must hold something that it can compute with."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
+        keys = [(rows, variant) for variant, sizes in self._sizes.items() for rows in sizes]
         # The largest first: the smaller ones then fit into the memory that it has taken.
-        for rows in reversed(self._sizes):
+        for rows, variant in sorted(keys, reverse=True):
             with torch.cuda.stream(stream):
-                self._forward(rows)  # compiles kernels and lets libraries choose theirs: not allowed while recording
+                self._forward(rows, variant)  # compiles, and lets libraries choose kernels: not while recording
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._forward(rows)
-            self._graphs[rows] = graph
+                self._forward(rows, variant)
+            self._graphs[rows, variant] = graph
         torch.cuda.synchronize(self._device)
 
-    def size(self, rows: int) -> int | None:
+    def size(self, rows: int, variant: bool) -> int | None:
         """The smallest batch size with a graph that holds so many rows; None: there is none."""
-        return next((size for size in self._sizes if size >= rows), None)
+        return next((size for size in self._sizes.get(variant, ()) if size >= rows), None)
 
-    def replay(self, size: int) -> None:
+    def replay(self, size: int, variant: bool) -> None:
         """Run the graph of a batch size."""
-        self._graphs[size].replay()
+        self._graphs[size, variant].replay()

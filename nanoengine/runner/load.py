@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nanoengine.attention.base import AttentionBackend, KVCache
+from nanoengine.attention.decode_plan import DecodeLayout, DecodePlanner
 from nanoengine.attention.select import select_backend
 from nanoengine.config import EngineConfig
 from nanoengine.layers.select import select_ops
@@ -65,7 +66,7 @@ def load_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: tuple[in
         limits=StepLimits(rows, tokens, -(-longest // config.block_size)),
         device=device,
         kv_dtype=kv_dtype,
-        graph_sizes=tuple(batch_sizes(rows)) if config.cuda_graphs and ops.fused and backend.recordable else (),
+        graph_sizes=tuple(batch_sizes(rows)) if config.cuda_graphs and ops.fused and backend.planned else (),
     )
     workspace, available = 0, config.cpu_kv_cache_bytes
     if device.type == "cuda":
@@ -136,8 +137,28 @@ class _Parts:
     def runner(self, cache: KVCache) -> ModelRunner:
         depth = 1 if self.config.overlap and self.device.type == "cuda" else 0
         return ModelRunner(
-            self.model, self.backend, cache, self.sampler, limits=self.limits, device=self.device, depth=depth
+            self.model,
+            self.backend,
+            cache,
+            self.sampler,
+            limits=self.limits,
+            device=self.device,
+            depth=depth,
+            planner=self.planner() if self.backend.planned else None,
         )
+
+    def planner(self) -> DecodePlanner:
+        model, config = self.model_config, self.config
+        layout = DecodeLayout(
+            max_rows=self.limits.rows,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            block_size=config.block_size,
+            token_bytes=2 * model.num_kv_heads * model.head_dim * self.kv_dtype.itemsize,
+            windows=tuple(dict.fromkeys(model.windows)),
+            share_prefixes=config.shared_prefix_decode and not config.deterministic,
+        )
+        return DecodePlanner(layout)
 
     def largest_step(self, runner: ModelRunner) -> None:
         """Run a step that needs the most memory: all rows and all tokens, all sampled, some in the costliest way."""
@@ -178,7 +199,7 @@ def _profile(parts: _Parts) -> tuple[int, int]:
 
     workspace, graph_bytes = measure()
     trim(device)
-    utilization, graphs = parts.config.gpu_memory_utilization, len(parts.graph_sizes)
+    utilization, graphs = parts.config.gpu_memory_utilization, 2 * len(parts.graph_sizes)  # with prefixes, without
     return workspace, pool_bytes(utilization, workspace, graph_bytes, graphs, device)
 
 

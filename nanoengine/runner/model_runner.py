@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.attention.base import AttentionBackend, Batch, ForwardContext, KVCache
+from nanoengine.attention.base import AttentionBackend, Batch, DecodeWork, ForwardContext, KVCache
+from nanoengine.attention.decode_plan import DecodePlanner
 from nanoengine.models.registry import CausalLM
 from nanoengine.outputs import TokenLogprob
 from nanoengine.runner.base import StepResult
-from nanoengine.runner.cuda_graphs import DecodeGraphs
+from nanoengine.runner.cuda_graphs import DecodeGraphs, batch_sizes
 from nanoengine.runner.inputs import FlatInputs, Staging, flatten, words
 from nanoengine.sampling.sampler import Logprobs, Sampler
 from nanoengine.scheduling.step import IntArray, Step
@@ -43,8 +45,9 @@ class ModelRunner:
         limits: StepLimits,
         device: torch.device,
         depth: int = 0,
+        planner: DecodePlanner | None = None,
     ) -> None:
-        """``depth`` steps may be in flight while another one is launched."""
+        """``depth`` steps may be in flight while another one is launched; ``planner`` if the backend wants plans."""
         self.num_blocks = cache.keys[0].shape[0]
         self.depth = depth
         self._model = model
@@ -53,13 +56,15 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
         self._limits = limits
+        self._planner = planner
         self._graphs: DecodeGraphs | None = None
         # The token that each slot's sequence decodes next stays on the device: a step needs none from the host. The
         # slot after the last is the padding's.
         self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int32, device=device)
         self._tokens = torch.zeros(limits.rows, dtype=torch.int32, device=device)
-        self._pads = (limits.rows,) * 4
-        self._staging = Staging(_staging_words(limits), depth + 1, device)
+        plans = [] if planner is None else [math.prod(shape) for shape in planner.shapes(limits.rows, planner.shares)]
+        self._pads = (*(limits.rows,) * 4, *plans)
+        self._staging = Staging(_staging_words(limits, self._pads), depth + 1, device)
         self._num_logprobs = np.full(limits.rows, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
 
     # -- launch --------------------------------------------------------------------------------------------------
@@ -71,10 +76,11 @@ class ModelRunner:
             asked = admission.params.logprobs
             self._num_logprobs[admission.slot] = -1 if asked is None else asked
         inputs = flatten(step, self._cache.block_size)
-        size = None
+        logits = None
         if self._graphs is not None and step.num_decodes == len(step.slots):
-            size = self._graphs.size(step.num_decodes)
-        logits = self._eager(step, inputs) if size is None else self._replay(step, inputs, size)
+            logits = self._replay(step, inputs)
+        if logits is None:
+            logits = self._eager(step, inputs)
 
         rows = inputs.sampled_rows
         if not len(rows):
@@ -91,28 +97,32 @@ class ModelRunner:
     def _eager(self, step: Step, inputs: FlatInputs) -> Tensor:
         """Any step, one operation after the other. Returns the logits of the rows that sample, in order."""
         admitted = np.array([admission.slot for admission in step.admissions], np.int32)
-        rows = inputs.sampled_rows
+        rows, decodes = inputs.sampled_rows, step.num_decodes
+        plans: tuple[IntArray, ...] = ()
+        if self._planner is not None and decodes:
+            plans = self._planner.plan(step.block_table[:decodes], inputs.seq_lens[:decodes], decodes).arrays
         arrays = (
             inputs.query_start, inputs.seq_lens, step.block_table, inputs.positions, inputs.kv_slots, step.tokens,
-            step.slots[: step.num_decodes], inputs.sampled_at, step.slots[rows], inputs.seq_lens[rows],
-            admitted, self._sampler.settings(admitted),
+            step.slots[:decodes], inputs.sampled_at, step.slots[rows], inputs.seq_lens[rows],
+            admitted, self._sampler.settings(admitted), *plans,
         )  # fmt: skip
         (
             query_start, seq_lens, block_table, positions, kv_slots, tokens,
             decoded, sampled_at, sampled_slots, sampled_positions,
-            admitted_slots, settings,
+            admitted_slots, settings, *work,
         ) = self._staging.send(arrays)  # fmt: skip
         fused = self._sampler.fused
         if fused is not None and len(admitted):
             fused.update(admitted_slots, settings)
         batch = Batch(
-            num_decodes=step.num_decodes,
+            num_decodes=decodes,
             query_start=query_start,
             seq_lens=seq_lens,
             block_table=block_table,
             kv_slots=kv_slots.long(),
             query_lens_host=tuple(step.counts.tolist()),
             seq_lens_host=tuple(inputs.seq_lens.tolist()),
+            work=DecodeWork.views(work, self._planner) if self._planner is not None and work else {},
         )
         input_ids = self._last_token.index_select(0, decoded)
         if len(tokens):
@@ -145,38 +155,60 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
         """Record decode steps of these numbers of rows (ascending) as CUDA graphs; steps that only decode use them."""
-        limits, device = self._limits, self._device
-        self._slots, self._seq_lens, self._positions, self._kv_slots = self._staging.fixed(self._pads)
+        limits, device, planner = self._limits, self._device, self._planner
+        assert planner is not None
+        self._slots, self._seq_lens, self._positions, self._kv_slots, *self._work = self._staging.fixed(self._pads)
         self._block_table = torch.zeros(limits.rows, limits.blocks, dtype=torch.int32, device=device)
         self._query_start = torch.arange(limits.rows + 1, dtype=torch.int32, device=device)
         # One for all sizes: each graph would keep its own alive.
         vocab_size, dtype = self._model.config.vocab_size, self._model.dtype
         self._logits = torch.empty(limits.rows, vocab_size, dtype=dtype, device=device)
+        for buffer in (self._seq_lens, self._positions, self._kv_slots, *self._work):
+            buffer.zero_()
         self._slots.fill_(limits.rows)
-        self._seq_lens.fill_(1)
-        graphs = DecodeGraphs(self._decode, sizes, device)
+        variants = {False: sizes}
+        if planner.shares:
+            # Few have prefixes worth sharing, and those that do save more than padding costs: a coarse grid will do.
+            coarse = batch_sizes(limits.rows, fineness=2)
+            variants[True] = [size for size in sizes if size in coarse]
+        graphs = DecodeGraphs(self._decode, variants, device)
         graphs.capture()
         self._graphs = graphs
 
-    def _replay(self, step: Step, inputs: FlatInputs, size: int) -> Tensor:
+    def _replay(self, step: Step, inputs: FlatInputs) -> Tensor | None:
+        """A step of decodes as a graph; returns its logits, or None if there is no graph for so many rows."""
+        assert self._graphs is not None
+        assert self._planner is not None
         rows = len(step.slots)
+        size = self._graphs.size(rows, variant=False)
+        if size is None:
+            return None
+        plan = self._planner.plan(step.block_table, inputs.seq_lens, size)
+        if plan.shared:
+            size = self._graphs.size(rows, variant=True)
+            assert size is not None
+            plan = self._planner.plan(step.block_table, inputs.seq_lens, size)
         padding = size - rows
         arrays = (
             np.pad(step.slots, (0, padding), constant_values=self._limits.rows),
             np.pad(inputs.seq_lens, (0, padding)),
             np.pad(inputs.positions, (0, padding)),
             np.pad(inputs.kv_slots, (0, padding), constant_values=-1),
+            *plan.arrays,
             step.block_table,
         )
-        block_table = self._staging.send(arrays, self._pads)[-1]
+        pads = self._pads if plan.shared or not self._planner.shares else self._pads[:-2]
+        block_table = self._staging.send(arrays, pads)[-1]
         self._block_table[:rows, : block_table.shape[1]].copy_(block_table)
-        assert self._graphs is not None
-        self._graphs.replay(size)
+        self._graphs.replay(size, plan.shared)
         return self._logits[:rows]
 
-    def _decode(self, rows: int) -> None:
+    def _decode(self, rows: int, shared: bool) -> None:
         """A decode step of the first rows of the buffers, from the token embedding to the sampled token."""
+        assert self._planner is not None
         slots, seq_lens = self._slots[:rows], self._seq_lens[:rows]
+        shapes = self._planner.shapes(rows, shared)
+        work = [buffer[: math.prod(shape)].view(shape) for buffer, shape in zip(self._work, shapes, strict=False)]
         batch = Batch(
             num_decodes=rows,
             query_start=self._query_start[: rows + 1],
@@ -185,7 +217,7 @@ class ModelRunner:
             kv_slots=self._kv_slots[:rows],
             query_lens_host=(),
             seq_lens_host=(),
-            longest=self._limits.blocks * self._cache.block_size,
+            work=DecodeWork.views(work, self._planner),
         )
         input_ids = self._last_token.index_select(0, slots)
         context = ForwardContext(self._backend, self._cache, batch)
@@ -195,10 +227,10 @@ class ModelRunner:
         self._sampler.fused(logits, slots, seq_lens, self._tokens[:rows], self._last_token)
 
 
-def _staging_words(limits: StepLimits) -> int:
+def _staging_words(limits: StepLimits, pads: Sequence[int]) -> int:
     rows, tokens = limits.rows, limits.tokens
-    padded = (*(rows,) * 4, rows * limits.blocks)
-    flat = (rows + 1, rows, rows * limits.blocks, *(tokens,) * 3, *(rows,) * 5, rows * 8)
+    padded = (*pads, rows * limits.blocks)
+    flat = (rows + 1, rows, rows * limits.blocks, *(tokens,) * 3, *(rows,) * 5, rows * 8, *pads)
     return max(words(padded), words(flat))
 
 

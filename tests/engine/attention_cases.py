@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from nanoengine.attention.base import AttentionBackend, AttentionSpec, Batch, ForwardContext, KVCache
+from nanoengine.attention.base import AttentionBackend, AttentionSpec, Batch, DecodeWork, ForwardContext, KVCache
+from nanoengine.attention.decode_plan import DecodeLayout, DecodePlanner
 
 HOLE = float("nan")  # what fills the memory that nobody may read
 
@@ -82,6 +83,14 @@ class Pages:
             query_lens_host=tuple(counts),
             seq_lens_host=tuple(lens),
         )
+        decodes = self.batch.num_decodes
+        if decodes:
+            layout = DecodeLayout(len(counts), heads, case.kv_heads, size, 1, (case.window,), share_prefixes=False)
+            planner = DecodePlanner(layout)
+            table, seq_lens = self.batch.block_table.cpu().numpy(), self.batch.seq_lens.cpu().numpy()
+            arrays = planner.plan(table[:decodes], seq_lens[:decodes], decodes).arrays
+            work = DecodeWork.views([torch.from_numpy(array).to(device) for array in arrays], planner)
+            self.batch = replace(self.batch, work=work)
         self.spec = AttentionSpec(0, heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, case.window)
 
     def attend(self, backend: AttentionBackend) -> Tensor:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from tests.engine.triton_device import DEVICE, DTYPES, add_up_rows_alike  # isort: skip  # before any kernel is defined
 
-from nanoengine.attention.base import AttentionBackend, KVCache, SharedPrefixes
+from nanoengine.attention.base import AttentionBackend, DecodeWork, KVCache
+from nanoengine.attention.decode_plan import DecodeLayout, DecodePlanner
 from nanoengine.attention.flash import FlashAttention
 from nanoengine.attention.flash4 import Flash4Attention
-from nanoengine.attention.shared_prefix import PrefixBounds, SharedPrefixPlanner
 from nanoengine.attention.triton import TritonAttention
 from tests.engine.attention_cases import Case, Pages
 
@@ -81,13 +81,11 @@ def test_decode_as_a_graph_captures_it(deterministic: bool, monkeypatch: pytest.
     pages.tables[2][:2] = pages.tables[0][:2]
     pages.batch.block_table[2, :2] = pages.batch.block_table[0, :2]
     pages.k[2][:8], pages.v[2][:8] = pages.k[0][:8], pages.v[0][:8]
-    bounds = PrefixBounds.of(4, num_heads=6, num_kv_heads=2)
-    planner = SharedPrefixPlanner(bounds, block_size=4, num_heads=6, num_kv_heads=2, token_bytes=10_000_000)
-    plan = planner.plan(pages.batch.block_table.cpu().numpy(), pages.batch.seq_lens.cpu().numpy())
-    assert plan is not None
-    assert plan.rows[1].tolist() == [8, 0, 8, 0]
-    shared = SharedPrefixes.views([torch.from_numpy(array).to(DEVICE) for array in plan.arrays()], bounds)
-    pages.batch = replace(pages.batch, query_lens_host=(), seq_lens_host=(), longest=1024, shared=shared)
+    planner = DecodePlanner(DecodeLayout(4, 6, 2, 4, 10_000_000, (None,), share_prefixes=True))
+    plan = planner.plan(pages.batch.block_table.cpu().numpy(), pages.batch.seq_lens.cpu().numpy(), 3)
+    assert plan.arrays[3][1].tolist() == [8, 0, 8, 0]
+    work = DecodeWork.views([torch.from_numpy(array).to(DEVICE) for array in plan.arrays], planner)
+    pages.batch = replace(pages.batch, query_lens_host=(), seq_lens_host=(), work=work)
     found = pages.attend(TritonAttention(deterministic=deterministic))
     torch.testing.assert_close(found.double(), pages.naive(), atol=1e-5, rtol=1e-5)
 

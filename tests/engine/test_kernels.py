@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.engine.triton_device import DEVICE, DTYPES, TOLERANCE  # isort: skip  # before any kernel is defined
 
-from nanoengine.kernels.paged_decode import num_splits, paged_decode, paged_decode_reference
+from nanoengine.attention import decode_plan
+from nanoengine.attention.base import DecodeWork
+from nanoengine.kernels.paged_decode import paged_decode, paged_decode_reference
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -29,39 +34,48 @@ def test_paged_decode(
     check_decode(lens, heads, kv_heads, dim, block_size, window, dtype)
 
 
-@pytest.mark.parametrize(
-    ("lens", "window", "longest"),
-    [
-        ([1, 700, 300, 0], None, 4096),  # as under a graph: the grid is for the longest context, one row is padding
-        ([300, 0, 2], 50, 4096),
-        ([2000], None, 2000),  # more than one split
-    ],
+@pytest.mark.parametrize(("lens", "window"), [([1, 700, 300], None), ([300, 2], 50), ([2000], None)])
+@pytest.mark.parametrize("programs", [2, 40])
+def test_in_pieces_with_room_to_spare(
+    lens: list[int], window: int | None, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under a graph: the plan has room for more rows."""
+    monkeypatch.setattr(decode_plan, "_PROGRAMS", programs)
+    check_decode(lens, 4, 2, 32, 16, window, torch.float32, size=len(lens) + 3)
+
+
+@given(
+    lens=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
+    more=st.integers(1, 70),
+    spare=st.integers(0, 5),
+    shared=st.integers(0, 3),
 )
-def test_the_grid_of_a_graph(lens: list[int], window: int | None, longest: int) -> None:
-    check_decode(lens, 4, 2, 32, 16, window, torch.float32, longest=longest)
-
-
-def test_a_split_is_longer_where_the_row_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoengine.kernels.paged_decode._MAX_SPLITS", 2)
-    check_decode([1500, 40], 4, 2, 32, 16, None, torch.float32)
+def test_a_plan_reads_every_position_once(lens: list[int], more: int, spare: int, shared: int) -> None:
+    end = np.array(lens, np.int32)
+    first = np.where(np.arange(len(lens)) % 4 < shared, end - 1 - (end - 1) // 3, 0).astype(np.int32)
+    items, rows = decode_plan.divide(first, end, len(lens) + spare, more, whole=shared == 0)
+    used = items[items[:, 1] < items[:, 2]]
+    assert not items[len(used) :].any(), "what there is comes first"
+    assert (np.diff(used[:, 2] - used[:, 1]) <= 0).all(), "the longest comes first"
+    parts = used[used[:, 3] >= 0, 3].tolist()
+    assert len(set(parts)) == len(parts)
+    assert max(parts, default=0) < len(items)
+    for row, (begin, stop) in enumerate(zip(first.tolist(), end.tolist(), strict=True)):
+        mine = used[used[:, 0] == row]
+        mine = mine[np.argsort(mine[:, 1])]
+        assert [begin, *mine[:, 2].tolist()] == [*mine[:, 1].tolist(), stop]
+        if rows[1, row]:
+            assert mine[:, 3].tolist() == list(range(rows[0, row], rows[0, row] + rows[1, row]))
+        else:
+            assert mine[:, 3].tolist() == [-1]
+            assert begin == 0 or shared == 0
+    fair = max(64, -(-int((end - first).sum()) // more))
+    assert (used[:, 2] - used[:, 1]).max() <= fair + 64
 
 
 def test_fp8_pages() -> None:
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     check_decode([1, 40, 300], 4, 2, 64, 16, None, dtype, kv_dtype=torch.float8_e4m3fn)
-
-
-def test_the_number_of_splits() -> None:
-    """A launch has enough programs for one row to reach every processor, and a bounded number of empty ones."""
-    assert num_splits(1, 8, 40_960, 256) == 64
-    assert num_splits(1, 8, 2048, 256) == 8
-    assert num_splits(256, 8, 1400, 512) == 3
-    assert num_splits(64, 8, 8192, 512) == 16
-    assert num_splits(1024, 8, 192, 512) == num_splits(1024, 8, 2048, 512) == 1
-    assert num_splits(1024, 8, 40_960, 512) == 2  # or a long row among many would be alone at the end
-    for rows in range(1, 2000, 7):
-        for longest in (1, 512, 10_240, 131_072):
-            assert rows * 8 * num_splits(rows, 8, longest, 512) <= max(16_384, rows * 8)
 
 
 def check_decode(
@@ -73,7 +87,7 @@ def check_decode(
     window: int | None,
     dtype: torch.dtype,
     *,
-    longest: int | None = None,
+    size: int | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Random rows whose blocks lie shuffled among blocks of NaN, which nobody may read."""
@@ -93,6 +107,11 @@ def check_decode(
         keys, values = keys.to(kv_dtype), values.to(kv_dtype)
     lengths = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
     q = torch.randn(len(lens), heads, dim, dtype=dtype, device=DEVICE)
-    found = paged_decode(q, keys, values, table, lengths, scale=dim**-0.5, window=window, longest=longest or max(lens))
+    layout = decode_plan.DecodeLayout(8, heads, kv_heads, block_size, 4, (None, window), share_prefixes=False)
+    planner = decode_plan.DecodePlanner(layout)
+    plan = planner.plan(table.cpu().numpy(), np.array(lens, np.int32), size or len(lens))
+    assert [array.shape for array in plan.arrays] == planner.shapes(size or len(lens), shared=False)
+    work = DecodeWork.views([torch.from_numpy(array).to(DEVICE) for array in plan.arrays], planner)[window]
+    found = paged_decode(q, keys, values, table, work, scale=dim**-0.5)
     expected = paged_decode_reference(q, keys, values, table, lengths, scale=dim**-0.5, window=window)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

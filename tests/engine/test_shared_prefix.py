@@ -12,7 +12,8 @@ import torch
 from tests.engine.triton_device import DEVICE, DTYPES, TOLERANCE  # isort: skip  # before any kernel is defined
 
 from nanoengine.attention import shared_prefix
-from nanoengine.attention.base import SharedPrefixes
+from nanoengine.attention.base import DecodeWork
+from nanoengine.attention.decode_plan import DecodeLayout, DecodePlanner
 from nanoengine.attention.shared_prefix import IntArray, PrefixBounds, PrefixPlan, SharedPrefixPlanner
 from nanoengine.kernels.paged_decode import paged_decode, paged_decode_reference
 
@@ -192,30 +193,24 @@ def test_kernel(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each group shares 7 blocks. The buffers have room for more rows, as under a graph, and a row is padding."""
+    """Each group shares 7 blocks. The plan has room for more rows, as under a graph."""
     monkeypatch.setattr(shared_prefix, "_LEAST_SPLIT", 12)
     monkeypatch.setattr(shared_prefix, "_PROGRAMS", 16)
     torch.manual_seed(0)
     width = -(-max(lens) // BLOCK)
-    numbers = np.random.default_rng(0).permutation((len(lens) + 1) * width).astype(np.int32).reshape(-1, width)
+    numbers = np.random.default_rng(0).permutation(len(lens) * width).astype(np.int32).reshape(-1, width)
     for group in shared:
         numbers[list(group), :7] = numbers[group[0], :7]
-    seq_lens = np.array([*lens, 0], np.int32)
-    bounds = PrefixBounds.of(len(lens) + 3, num_heads=heads, num_kv_heads=kv_heads)
-    plans = SharedPrefixPlanner(bounds, block_size=BLOCK, num_heads=heads, num_kv_heads=kv_heads, token_bytes=1)
-    plan = plans.plan(numbers[:-1], seq_lens[:-1])
-    assert plan is not None
-    assert set(plan.rows[1].tolist()) == {0, 28}
-    buffers = [torch.zeros(shape, dtype=torch.int32, device=DEVICE) for shape in bounds.shapes]
-    groups = SharedPrefixes.views(buffers, bounds)
+    seq_lens = np.array(lens, np.int32)
+    layout = DecodeLayout(len(lens) + 3, heads, kv_heads, BLOCK, 1, (None,), share_prefixes=True)
+    plans = DecodePlanner(layout)
+    plan = plans.plan(numbers, seq_lens, len(lens) + 2)
+    assert plan.shared
+    assert set(plan.arrays[3][1].tolist()) == {0, 28}
     keys, values = (torch.randn(numbers.size, BLOCK, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))
-    q = torch.randn(len(lens) + 1, heads, dim, dtype=dtype, device=DEVICE)
+    q = torch.randn(len(lens), heads, dim, dtype=dtype, device=DEVICE)
     table, lengths = torch.from_numpy(numbers).to(DEVICE), torch.from_numpy(seq_lens).to(DEVICE)
     expected = paged_decode_reference(q, keys, values, table, lengths, scale=dim**-0.5, window=None)
-    for arrays in (plan.arrays(), plans.nothing.arrays())[: 2 if dim == 64 else 1]:
-        for buffer, array in zip(buffers, arrays, strict=True):
-            buffer.copy_(torch.from_numpy(array))
-        found = paged_decode(
-            q, keys, values, table, lengths, scale=dim**-0.5, window=None, longest=max(lens), shared=groups
-        )
-        torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    work = DecodeWork.views([torch.from_numpy(array).to(DEVICE) for array in plan.arrays], plans)[None]
+    found = paged_decode(q, keys, values, table, work, scale=dim**-0.5)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
