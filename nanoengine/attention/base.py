@@ -52,17 +52,18 @@ class DecodeWork:
 
     items: Tensor  # int32 [items, 4]
     rows: Tensor  # int32 [2, rows]
+    done: Tensor  # int32 [rows or more, kv_heads]: zeros, between kernels
     shared: SharedPrefixes | None = None
 
     @classmethod
-    def views(cls, arrays: Sequence[Tensor], planner: DecodePlanner) -> dict[int | None, DecodeWork]:
+    def views(cls, arrays: Sequence[Tensor], planner: DecodePlanner, done: Tensor) -> dict[int | None, DecodeWork]:
         """By window, of the arrays of a plan."""
         windows, shared = planner.windows, None
         if len(arrays) > 2 * len(windows):
             assert planner.prefix_bounds is not None
             shared = SharedPrefixes.views(arrays[-2:], planner.prefix_bounds)
         return {
-            window: cls(arrays[2 * i], arrays[2 * i + 1], shared if window is None else None)
+            window: cls(arrays[2 * i], arrays[2 * i + 1], done, shared if window is None else None)
             for i, window in enumerate(windows)
         }
 

@@ -22,21 +22,16 @@ from nanoengine.kernels.dependent import options, start_next, wait
 FEW = 4
 """Most rows that this is for. From 5 on tensor cores win: at 8 rows cuBLAS is as fast."""
 
-_BLOCK_K = 1024
+_BLOCK_K = 4096
+_ELEMENTS = 16384  # of the weight in a program's registers: 64 a thread
+_PROGRAMS = 256
 
 
 @triton.jit
-def _row_tile(x_ptr, row, at, K, in_k, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.load(x_ptr + row[:, None] * K + at[None, :], mask=in_k[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _added(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, row, at, K, in_k, dtype: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr
-):
-    x = _row_tile(x_ptr, row, at, K, in_k, ROWS)
+def _added(x_ptr, delta_ptr, at, in_k, dtype: tl.constexpr, ADD: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = tl.load(x_ptr + at, mask=in_k, other=0.0).to(tl.float32)
     if ADD:
-        x = (x + _row_tile(delta_ptr, row, at, K, in_k, ROWS)).to(dtype).to(tl.float32)
+        x = (x + tl.load(delta_ptr + at, mask=in_k, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
     return x
 
 
@@ -68,7 +63,6 @@ def _few_rows(  # type: ignore[no-untyped-def]
     in_n = n < N
     k = tl.arange(0, BLOCK_K)
     lane = tl.arange(0, ROWS)
-    row = tl.minimum(lane, rows - 1)
     first_ptr = weight_ptr + n.to(tl.int64)[:, None] * K
     second_ptr = first_ptr + N.to(tl.int64) * K
     # Before the wait: weights do not change.
@@ -79,34 +73,37 @@ def _few_rows(  # type: ignore[no-untyped-def]
         w_2 = tl.load(second_ptr + k[None, :], mask=inside, other=0.0)
     wait(PDL)
 
+    scale = tl.zeros((ROWS,), tl.float32)
     if NORM:
-        squares = tl.zeros((ROWS,), tl.float32)
         for start in range(0, K, BLOCK_K):
-            at = start + k
-            x = _added(x_ptr, delta_ptr, row, at, K, at < K, dtype, ADD, ROWS)
-            squares += tl.sum(x * x, axis=1)
-            if ADD:
-                there = (lane < rows)[:, None] & (at < K)[None, :] & (tl.program_id(0) == 0)
-                tl.store(sum_ptr + row[:, None] * K + at[None, :], x.to(dtype), mask=there)
-        scale = tl.rsqrt(squares / K + eps)[:, None]
+            in_k = start + k < K
+            for r in tl.static_range(ROWS):
+                at = tl.minimum(r, rows - 1) * K + start + k
+                x = _added(x_ptr, delta_ptr, at, in_k, dtype, ADD)
+                scale += tl.where(lane == r, tl.sum(x * x), 0.0)
+                if ADD:
+                    tl.store(sum_ptr + at, x.to(dtype), mask=in_k & (tl.program_id(0) == 0))
+        scale = tl.rsqrt(scale / K + eps)
 
     out_1 = tl.zeros((ROWS, BLOCK_N), tl.float32)
     out_2 = tl.zeros((ROWS, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
-        at = start + k
-        in_k = at < K
+        in_k = start + k < K
         if start > 0:
             inside = in_n[:, None] & in_k[None, :]
-            w_1 = tl.load(first_ptr + at[None, :], mask=inside, other=0.0)
+            w_1 = tl.load(first_ptr + start + k[None, :], mask=inside, other=0.0)
             if SWIGLU:
-                w_2 = tl.load(second_ptr + at[None, :], mask=inside, other=0.0)
-        x = _added(x_ptr, delta_ptr, row, at, K, in_k, dtype, ADD, ROWS)
-        if NORM:
-            weight = tl.load(norm_ptr + at, mask=in_k, other=0.0).to(tl.float32)[None, :]
-            x = ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-        out_1 += tl.sum(x[:, None, :] * w_1.to(tl.float32)[None, :, :], axis=2)
-        if SWIGLU:
-            out_2 += tl.sum(x[:, None, :] * w_2.to(tl.float32)[None, :, :], axis=2)
+                w_2 = tl.load(second_ptr + start + k[None, :], mask=inside, other=0.0)
+        for r in tl.static_range(ROWS):
+            x = _added(x_ptr, delta_ptr, tl.minimum(r, rows - 1) * K + start + k, in_k, dtype, ADD)
+            if NORM:
+                weight = tl.load(norm_ptr + start + k, mask=in_k, other=0.0).to(tl.float32)
+                x *= tl.sum(tl.where(lane == r, scale, 0.0))
+                x = (x.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+            mine = lane[:, None] == r
+            out_1 += tl.where(mine, tl.sum(x[None, :] * w_1.to(tl.float32), axis=1)[None, :], 0.0)
+            if SWIGLU:
+                out_2 += tl.where(mine, tl.sum(x[None, :] * w_2.to(tl.float32), axis=1)[None, :], 0.0)
 
     if BIAS:
         out_1 += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
@@ -117,7 +114,7 @@ def _few_rows(  # type: ignore[no-untyped-def]
         up = out_2.to(dtype).to(tl.float32)
         out_1 = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
     mask = (lane < rows)[:, None] & in_n[None, :]
-    tl.store(out_ptr + row[:, None] * N + n[None, :], out_1.to(dtype), mask=mask)
+    tl.store(out_ptr + lane[:, None] * N + n[None, :], out_1.to(dtype), mask=mask)
 
 
 def few_rows(
@@ -142,8 +139,12 @@ def few_rows(
         out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     total = x if delta is None else torch.empty_like(x)
     norm_weight, eps = (x, 0.0) if norm is None else norm
-    # As many programs as fill the device twice over, but 16 KiB of weights each at least.
-    block_n = 2 if columns <= 512 else 4 if columns <= 8192 else 8
+    block_k = min(_BLOCK_K, triton.next_power_of_2(inner))
+    # All that a program reads, or at least its first part, is under way before it waits. So programs are as large as
+    # registers allow, but for that there are some for each processor.
+    block_n = _ELEMENTS // block_k // (2 if swiglu else 1)
+    while block_n > 1 and columns < block_n * _PROGRAMS:
+        block_n //= 2
     _few_rows[(triton.cdiv(columns, block_n),)](
         x,
         x if delta is None else delta,
@@ -158,12 +159,12 @@ def few_rows(
         inner,
         ROWS=triton.next_power_of_2(rows),
         BLOCK_N=block_n,
-        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(inner)),
+        BLOCK_K=block_k,
         NORM=norm is not None,
         ADD=delta is not None,
         SWIGLU=swiglu,
         BIAS=bias is not None,
-        num_warps=4,
+        num_warps=8,
         **options(x.device),
     )
     return total, out

@@ -2,8 +2,9 @@
 
 One query token a row. A program takes one piece of a row's context, as the plan of attention/decode_plan.py says, and
 one key-value head; the query heads that share it are packed into one tile, so that keys and values are read once for
-all of them. A second kernel merges the pieces of a row by their log-sum-exp (Flash-Decoding, Dao et al., 2023), and
-with them those of a prefix that rows have read together (kernels/shared_prefix_decode.py).
+all of them. The program that is the last of a row to be done merges its pieces by their log-sum-exp (Flash-Decoding,
+Dao et al., 2023), and with them those of a prefix that rows have read together (kernels/shared_prefix_decode.py): a
+kernel of its own for that took 15 to 20 us a layer at 256 rows, of which few are divided.
 """
 
 from __future__ import annotations
@@ -20,74 +21,6 @@ from nanoengine.kernels.shared_prefix_decode import attend_prefixes
 
 _FEW_ROWS = 8
 """Up to so many rows tiles are half as long: pieces are short then, and waiting for the first tile is most of it."""
-
-
-@triton.jit(do_not_specialize=["table_stride", "entries"])
-def _decode(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    items_ptr,
-    out_ptr,
-    parts_ptr,  # float32: outputs [entries, heads, dim], then log2 of the sums of weights [entries, heads]
-    scale_log2,
-    kv_block_stride,
-    kv_token_stride,
-    table_stride,
-    entries,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of one key-value head
-    GROUP_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # tokens of a cache block
-    TILE: tl.constexpr,  # tokens of one turn of the loop
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    start_next(PDL)
-    wait(PDL)
-    head = tl.program_id(0)
-    items_ptr += tl.program_id(1) * 4
-    row = tl.load(items_ptr).to(tl.int64)
-    begin = tl.load(items_ptr + 1)
-    end = tl.load(items_ptr + 2)
-    piece = tl.load(items_ptr + 3)
-    if begin >= end:
-        return
-
-    group = tl.arange(0, GROUP_PAD)
-    dims = tl.arange(0, DIM_PAD)
-    in_q = (group[:, None] < GROUP) & (dims[None, :] < DIM)
-    heads = head * GROUP + group
-    q_at = (row * KV_HEADS * GROUP + heads[:, None]) * DIM + dims[None, :]
-    q = tl.load(q_ptr + q_at, mask=in_q, other=0.0)
-    out, lse = attend_span(
-        q,
-        k_ptr,
-        v_ptr,
-        table_ptr + row * table_stride,
-        begin,
-        end,
-        head,
-        scale_log2,
-        kv_block_stride,
-        kv_token_stride,
-        DIM,
-        DIM_PAD,
-        BLOCK,
-        GROUP_PAD,
-        TILE,
-        STAGES,
-    )
-    if piece < 0:
-        tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=in_q)
-    else:
-        part = piece.to(tl.int64) * KV_HEADS * GROUP + heads
-        tl.store(parts_ptr + part[:, None] * DIM + dims[None, :], out, mask=in_q)
-        lse_ptr = parts_ptr + entries.to(tl.int64) * KV_HEADS * GROUP * DIM
-        tl.store(lse_ptr + part, lse, mask=group < GROUP)
 
 
 @triton.jit
@@ -111,11 +44,13 @@ def _add(  # type: ignore[no-untyped-def]
     for start in range(0, count, CHUNK):
         number = start + tl.arange(0, CHUNK)
         part = (first_entry + number * step) * HEADS + head
-        lse = tl.load(lse_ptr + part, mask=number < count, other=float("-inf"))
+        # Past the first-level cache, which may hold what was there before another processor wrote it.
+        lse = tl.load(lse_ptr + part, mask=number < count, other=float("-inf"), cache_modifier=".cg")
         parts = tl.load(
             parts_ptr + part[:, None] * DIM + dims[None, :],
             mask=(number[:, None] < count) & (dims[None, :] < DIM),
             other=0.0,
+            cache_modifier=".cg",
         )
         new_best = tl.maximum(best, tl.max(lse, 0))
         decay = tl.exp2(best - new_best)
@@ -126,47 +61,106 @@ def _add(  # type: ignore[no-untyped-def]
     return best, total, out
 
 
-@triton.jit(do_not_specialize=["own", "entries", "size", "max_rows"])
-def _merge(  # type: ignore[no-untyped-def]
-    parts_ptr,
+@triton.jit(do_not_specialize=["table_stride", "own", "entries", "size", "max_rows"])
+def _decode(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    items_ptr,  # int32 [items, 4] and
     rows_ptr,  # int32 [2, size], as of DecodePlanner
     shared_ptr,  # int32 [5, max_rows], as of PrefixPlan.rows
+    done_ptr,  # int32 [rows, KV_HEADS]: pieces of a row that are done; 0 before and after
     out_ptr,
-    own,
+    parts_ptr,  # float32: outputs [entries, heads, dim], then log2 of the sums of weights [entries, heads]
+    scale_log2,
+    kv_block_stride,
+    kv_token_stride,
+    table_stride,
+    own,  # entries of parts before those of shared prefixes
     entries,
     size,
     max_rows,
-    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of one key-value head
+    GROUP_PAD: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,  # tokens of a cache block
     SHARED: tl.constexpr,  # whether rows may share a prefix
+    TILE: tl.constexpr,  # tokens of one turn of the loop
+    STAGES: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    pieces = tl.load(rows_ptr + size + row)
-    if pieces == 0:
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    head = tl.program_id(0)
+    items_ptr += tl.program_id(1) * 4
+    row = tl.load(items_ptr).to(tl.int64)
+    begin = tl.load(items_ptr + 1)
+    end = tl.load(items_ptr + 2)
+    piece = tl.load(items_ptr + 3)
+    if begin >= end:
         return
 
-    first = tl.load(rows_ptr + row).to(tl.int64)
-    lse_ptr = parts_ptr + entries.to(tl.int64) * HEADS * DIM
-    best = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
-    total = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
-    out = tl.zeros((DIM_PAD,), tl.float32)
-    best, total, out = _add(best, total, out, parts_ptr, lse_ptr, first, 1, pieces, head, HEADS, DIM, DIM_PAD, CHUNK)
-    if SHARED:
-        shared_pieces = tl.load(shared_ptr + 3 * max_rows + row)
-        first = own + tl.load(shared_ptr + 2 * max_rows + row).to(tl.int64)
-        step = tl.load(shared_ptr + 4 * max_rows + row)
-        best, total, out = _add(
-            best, total, out, parts_ptr, lse_ptr, first, step, shared_pieces, head, HEADS, DIM, DIM_PAD, CHUNK
-        )
+    group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
-    at = (row * HEADS + head) * DIM + dims
-    tl.store(out_ptr + at, (out / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    in_q = (group[:, None] < GROUP) & (dims[None, :] < DIM)
+    heads = head * GROUP + group
+    q_at = (row * HEADS + heads[:, None]) * DIM + dims[None, :]
+    q = tl.load(q_ptr + q_at, mask=in_q, other=0.0)
+    out, lse = attend_span(
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr + row * table_stride,
+        begin,
+        end,
+        head,
+        scale_log2,
+        kv_block_stride,
+        kv_token_stride,
+        DIM,
+        DIM_PAD,
+        BLOCK,
+        GROUP_PAD,
+        TILE,
+        STAGES,
+    )
+    if piece < 0:
+        tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=in_q)
+        return
+
+    part = piece.to(tl.int64) * HEADS + heads
+    tl.store(parts_ptr + part[:, None] * DIM + dims[None, :], out, mask=in_q)
+    lse_ptr = parts_ptr + entries.to(tl.int64) * HEADS * DIM
+    tl.store(lse_ptr + part, lse, mask=group < GROUP)
+    pieces = tl.load(rows_ptr + size + row)
+    done_ptr += row * KV_HEADS + head
+    tl.debug_barrier()  # all threads have written before one of them says so
+    if tl.atomic_add(done_ptr, 1, sem="acq_rel") == pieces - 1:
+        # The last of its row, whichever that is, merges; always in the same order.
+        tl.store(done_ptr, 0)
+        first = tl.load(rows_ptr + row).to(tl.int64)
+        for member in range(GROUP):
+            mine = head * GROUP + member
+            best = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
+            total = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
+            merged = tl.zeros((DIM_PAD,), tl.float32)
+            best, total, merged = _add(
+                best, total, merged, parts_ptr, lse_ptr, first, 1, pieces, mine, HEADS, DIM, DIM_PAD, CHUNK
+            )
+            if SHARED:
+                others = tl.load(shared_ptr + 3 * max_rows + row)
+                entry = own + tl.load(shared_ptr + 2 * max_rows + row).to(tl.int64)
+                step = tl.load(shared_ptr + 4 * max_rows + row)
+                best, total, merged = _add(
+                    best, total, merged, parts_ptr, lse_ptr, entry, step, others, mine, HEADS, DIM, DIM_PAD, CHUNK
+                )
+            at = (row * HEADS + mine) * DIM + dims
+            tl.store(out_ptr + at, (merged / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
 
 
 def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: DecodeWork, *, scale: float) -> Tensor:
@@ -189,48 +183,39 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: D
         attend_prefixes(q, keys, values, table, shared, parts, scale=scale, first_entry=own, entries=entries)
     dim_pad = max(16, triton.next_power_of_2(dim))  # 16: the least that a tensor core multiplies, in rows and columns
     # Tiles of 64 KiB of keys and values: two stages of them fit the shared memory of an A100 and what came after it.
-    tile = min(64 if rows <= _FEW_ROWS else 128, max(16, 16384 // (dim_pad * q.element_size() // 2)))
-    dependent = options(q.device)
+    # float32, which no tensor core multiplies as it is, goes through registers, which hold less.
+    tile = min(64 if rows <= _FEW_ROWS else 128, max(16, (16384 if q.element_size() == 2 else 4096) // dim_pad))
     _decode[(kv_heads, len(work.items))](
         q,
         keys,
         values,
         table,
         work.items,
+        work.rows,
+        work.rows if shared is None else shared.rows,
+        work.done,
         out,
         parts,
         scale * LOG2E,
         keys.stride(0),
         keys.stride(1),
         table.stride(0),
+        own,
         entries,
+        work.rows.shape[1],
+        0 if shared is None else shared.rows.shape[1],
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
         DIM=dim,
         DIM_PAD=dim_pad,
         BLOCK=block_size,
+        SHARED=shared is not None,
         TILE=tile,
         STAGES=2,
+        CHUNK=16,
         num_warps=4,
-        **dependent,
-    )
-    _merge[(rows, heads)](
-        parts,
-        work.rows,
-        work.rows if shared is None else shared.rows,
-        out,
-        own,
-        entries,
-        work.rows.shape[1],
-        0 if shared is None else shared.rows.shape[1],
-        HEADS=heads,
-        DIM=dim,
-        DIM_PAD=dim_pad,
-        SHARED=shared is not None,
-        CHUNK=32,
-        num_warps=4,
-        **dependent,
+        **options(q.device),
     )
     return out
 

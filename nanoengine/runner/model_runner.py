@@ -65,6 +65,8 @@ class ModelRunner:
         plans = [] if planner is None else [math.prod(shape) for shape in planner.shapes(limits.rows, planner.shares)]
         self._pads = (*(limits.rows,) * 4, *plans)
         self._staging = Staging(_staging_words(limits, self._pads), depth + 1, device)
+        kv_heads = cache.keys[0].shape[2]
+        self._done = torch.zeros(limits.rows, kv_heads, dtype=torch.int32, device=device)  # see DecodeWork
         self._num_logprobs = np.full(limits.rows, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
 
     # -- launch --------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ class ModelRunner:
             kv_slots=kv_slots.long(),
             query_lens_host=tuple(step.counts.tolist()),
             seq_lens_host=tuple(inputs.seq_lens.tolist()),
-            work=DecodeWork.views(work, self._planner) if self._planner is not None and work else {},
+            work=DecodeWork.views(work, self._planner, self._done) if self._planner is not None and work else {},
         )
         input_ids = self._last_token.index_select(0, decoded)
         if len(tokens):
@@ -217,7 +219,7 @@ class ModelRunner:
             kv_slots=self._kv_slots[:rows],
             query_lens_host=(),
             seq_lens_host=(),
-            work=DecodeWork.views(work, self._planner),
+            work=DecodeWork.views(work, self._planner, self._done),
         )
         input_ids = self._last_token.index_select(0, slots)
         context = ForwardContext(self._backend, self._cache, batch)

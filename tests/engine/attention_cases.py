@@ -89,7 +89,11 @@ class Pages:
             planner = DecodePlanner(layout)
             table, seq_lens = self.batch.block_table.cpu().numpy(), self.batch.seq_lens.cpu().numpy()
             arrays = planner.plan(table[:decodes], seq_lens[:decodes], decodes).arrays
-            work = DecodeWork.views([torch.from_numpy(array).to(device) for array in arrays], planner)
+            work = DecodeWork.views(
+                [torch.from_numpy(array).to(device) for array in arrays],
+                planner,
+                torch.zeros(1024, dtype=torch.int32, device=device),
+            )
             self.batch = replace(self.batch, work=work)
         self.spec = AttentionSpec(0, heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, case.window)
 

@@ -116,8 +116,9 @@ def test_selection() -> None:
         select_backend("auto", device=CPU, head_dim=64, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn)
     with pytest.raises(ModelLoadError, match=r"a KV cache in torch.float32: use torch.float16 or float8_e4m3fn"):
         select_backend("auto", device=CPU, head_dim=64, dtype=torch.float16, kv_dtype=torch.float32)
+    assert select_backend("auto", device=CPU, head_dim=64, dtype=torch.float32, deterministic=True).name == "torch"
     with pytest.raises(ModelLoadError, match="torch does not give the same bits"):
-        select_backend("torch", device=CPU, head_dim=64, dtype=torch.float32, deterministic=True)
+        select_backend("torch", device=torch.device("cuda"), head_dim=64, dtype=torch.float32, deterministic=True)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,11 @@ def test_decode_as_a_graph_captures_it(deterministic: bool, monkeypatch: pytest.
     planner = DecodePlanner(DecodeLayout(4, 6, 2, 4, 10_000_000, (None,), share_prefixes=True))
     plan = planner.plan(pages.batch.block_table.cpu().numpy(), pages.batch.seq_lens.cpu().numpy(), 3)
     assert plan.arrays[3][1].tolist() == [8, 0, 8, 0]
-    work = DecodeWork.views([torch.from_numpy(array).to(DEVICE) for array in plan.arrays], planner)
+    work = DecodeWork.views(
+        [torch.from_numpy(array).to(DEVICE) for array in plan.arrays],
+        planner,
+        torch.zeros(1024, dtype=torch.int32, device=DEVICE),
+    )
     pages.batch = replace(pages.batch, query_lens_host=(), seq_lens_host=(), work=work)
     found = pages.attend(TritonAttention(deterministic=deterministic))
     torch.testing.assert_close(found.double(), pages.naive(), atol=1e-5, rtol=1e-5)

@@ -111,7 +111,11 @@ def check_decode(
     planner = decode_plan.DecodePlanner(layout)
     plan = planner.plan(table.cpu().numpy(), np.array(lens, np.int32), size or len(lens))
     assert [array.shape for array in plan.arrays] == planner.shapes(size or len(lens), shared=False)
-    work = DecodeWork.views([torch.from_numpy(array).to(DEVICE) for array in plan.arrays], planner)[window]
+    work = DecodeWork.views(
+        [torch.from_numpy(array).to(DEVICE) for array in plan.arrays],
+        planner,
+        torch.zeros(1024, dtype=torch.int32, device=DEVICE),
+    )[window]
     found = paged_decode(q, keys, values, table, work, scale=dim**-0.5)
     expected = paged_decode_reference(q, keys, values, table, lengths, scale=dim**-0.5, window=window)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

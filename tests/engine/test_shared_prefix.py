@@ -211,6 +211,10 @@ def test_kernel(
     q = torch.randn(len(lens), heads, dim, dtype=dtype, device=DEVICE)
     table, lengths = torch.from_numpy(numbers).to(DEVICE), torch.from_numpy(seq_lens).to(DEVICE)
     expected = paged_decode_reference(q, keys, values, table, lengths, scale=dim**-0.5, window=None)
-    work = DecodeWork.views([torch.from_numpy(array).to(DEVICE) for array in plan.arrays], plans)[None]
+    work = DecodeWork.views(
+        [torch.from_numpy(array).to(DEVICE) for array in plan.arrays],
+        plans,
+        torch.zeros(1024, dtype=torch.int32, device=DEVICE),
+    )[None]
     found = paged_decode(q, keys, values, table, work, scale=dim**-0.5)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
