@@ -52,7 +52,10 @@ class LLM:
 
         Raises ``InvalidRequestError`` before anything is computed if one of them can never be served.
         """
-        batch = [self._token_ids(prompt) for prompt in _as_batch(prompts)]
+        batch = [
+            prompt if not isinstance(prompt, str) else self.tokenizer.encode(prompt) for prompt in _as_batch(prompts)
+        ]
+        arrays = [token_array(prompt) for prompt in batch]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(batch)
         else:
@@ -62,13 +65,13 @@ class LLM:
                     f"{len(batch)} prompts, but {len(params)} sampling parameters: give one or each"
                 )
         info = self.engine.info
-        for prompt, each in zip(batch, params, strict=True):
-            check_request(token_array(prompt), each, info.max_model_len, info.vocab_size)
+        for array, each in zip(arrays, params, strict=True):
+            check_request(array, each, info.max_model_len, info.vocab_size)
         answers = _Answers(self.tokenizer, batch, params, info.max_model_len)
         keys = range(self._next_key, self._next_key + len(batch))
         self._next_key = keys.stop
-        for key, prompt, each in zip(keys, batch, params, strict=True):
-            self.engine.add(key, token_array(prompt), each)
+        for key, array, each in zip(keys, arrays, params, strict=True):
+            self.engine.add(key, array, each)
         try:
             self._run(answers, keys.start, use_tqdm)
         finally:
@@ -96,9 +99,6 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_array(prompt).tolist()
-
     def _run(self, answers: _Answers, first_key: int, use_tqdm: bool) -> None:
         with tqdm(total=len(answers.unfinished), desc="prompts", disable=not use_tqdm) as bar:
             while answers.unfinished:
@@ -116,7 +116,11 @@ class _Answers:
     """The answers of one batch as they grow. What every step touches is in arrays, one element a request."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompts: Sequence[list[int]], params: Sequence[SamplingParams], max_model_len: int
+        self,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        max_model_len: int,
     ) -> None:
         self.completions: list[Completion | None] = [None] * len(prompts)
         self.unfinished = set(range(len(prompts)))
@@ -172,7 +176,7 @@ class _Answers:
             return False
         with_logprobs = delta.logprobs is not None
         self.completions[index] = Completion(
-            prompt_token_ids=self._prompts[index],
+            prompt_token_ids=list(map(int, self._prompts[index])),
             token_ids=[token for d in deltas for token in d.token_ids],
             text="".join(d.text for d in deltas),
             finish_reason=delta.finish_reason,

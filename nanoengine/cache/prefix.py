@@ -23,6 +23,4 @@ def root_key(model: str, adapter: str = "", salt: str = "") -> bytes:
 
 def block_key(parent: bytes, tokens: IntArray) -> bytes:
     """Key of a full block with these token ids (int32 [block_size]) after the prefix with key ``parent``."""
-    digest = hashlib.sha256(parent)
-    digest.update(tokens.tobytes())
-    return digest.digest()
+    return hashlib.sha256(parent + tokens.tobytes()).digest()

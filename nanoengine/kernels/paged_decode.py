@@ -1,10 +1,10 @@
 """Paged decode attention in Triton, and its reference in torch.
 
-One query token a row. A program takes one piece of a row's context, as the plan of attention/decode_plan.py says, and
-one key-value head; the query heads that share it are packed into one tile, so that keys and values are read once for
-all of them. The program that is the last of a row to be done merges its pieces by their log-sum-exp (Flash-Decoding,
-Dao et al., 2023), and with them those of a prefix that rows have read together (kernels/shared_prefix_decode.py): a
-kernel of its own for that took 15 to 20 us a layer at 256 rows, of which few are divided.
+One query token a row. A program takes one key-value head and some rows, or parts of them, one after the other, as the
+plan of attention/decode_plan.py says; the query heads that share the key-value head are packed into one tile, so that
+keys and values are read once for all of them. The program that is the last to be done with a part of a row merges its
+parts by their log-sum-exp (Flash-Decoding, Dao et al., 2023), and with them those of a prefix that rows have read
+together (kernels/shared_prefix_decode.py).
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def _decode(  # type: ignore[no-untyped-def]
     k_ptr,
     v_ptr,
     table_ptr,
+    starts_ptr,  # int32 [programs + 1],
     items_ptr,  # int32 [items, 4] and
     rows_ptr,  # int32 [2, size], as of DecodePlanner
     shared_ptr,  # int32 [5, max_rows], as of PrefixPlan.rows
@@ -97,70 +98,81 @@ def _decode(  # type: ignore[no-untyped-def]
     wait(PDL)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     head = tl.program_id(0)
-    items_ptr += tl.program_id(1) * 4
-    row = tl.load(items_ptr).to(tl.int64)
-    begin = tl.load(items_ptr + 1)
-    end = tl.load(items_ptr + 2)
-    piece = tl.load(items_ptr + 3)
-    if begin >= end:
-        return
-
+    item = tl.load(starts_ptr + tl.program_id(1))
+    stop = tl.load(starts_ptr + tl.program_id(1) + 1)
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
     in_q = (group[:, None] < GROUP) & (dims[None, :] < DIM)
     heads = head * GROUP + group
-    q_at = (row * HEADS + heads[:, None]) * DIM + dims[None, :]
-    q = tl.load(q_ptr + q_at, mask=in_q, other=0.0)
-    out, lse = attend_span(
-        q,
-        k_ptr,
-        v_ptr,
-        table_ptr + row * table_stride,
-        begin,
-        end,
-        head,
-        scale_log2,
-        kv_block_stride,
-        kv_token_stride,
-        DIM,
-        DIM_PAD,
-        BLOCK,
-        GROUP_PAD,
-        TILE,
-        STAGES,
-    )
-    if piece < 0:
-        tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=in_q)
-        return
-
-    part = piece.to(tl.int64) * HEADS + heads
-    tl.store(parts_ptr + part[:, None] * DIM + dims[None, :], out, mask=in_q)
     lse_ptr = parts_ptr + entries.to(tl.int64) * HEADS * DIM
-    tl.store(lse_ptr + part, lse, mask=group < GROUP)
-    pieces = tl.load(rows_ptr + size + row)
-    done_ptr += row * KV_HEADS + head
-    tl.debug_barrier()  # all threads have written before one of them says so
-    if tl.atomic_add(done_ptr, 1, sem="acq_rel") == pieces - 1:
-        # The last of its row, whichever that is, merges; always in the same order.
-        tl.store(done_ptr, 0)
-        first = tl.load(rows_ptr + row).to(tl.int64)
-        for member in range(GROUP):
-            mine = head * GROUP + member
-            best = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
-            total = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
-            merged = tl.zeros((DIM_PAD,), tl.float32)
-            best, total, merged = _add(
-                best, total, merged, parts_ptr, lse_ptr, first, 1, pieces, mine, HEADS, DIM, DIM_PAD, CHUNK
-            )
-            if SHARED:
-                others = tl.load(shared_ptr + 3 * max_rows + row)
-                entry = own + tl.load(shared_ptr + 2 * max_rows + row).to(tl.int64)
-                step = tl.load(shared_ptr + 4 * max_rows + row)
-                best, total, merged = _add(
-                    best, total, merged, parts_ptr, lse_ptr, entry, step, others, mine, HEADS, DIM, DIM_PAD, CHUNK
-                )
-            at = (row * HEADS + mine) * DIM + dims
-            tl.store(out_ptr + at, (merged / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
+    while item < stop:
+        row = tl.load(items_ptr + item * 4).to(tl.int64)
+        begin = tl.load(items_ptr + item * 4 + 1)
+        end = tl.load(items_ptr + item * 4 + 2)
+        piece = tl.load(items_ptr + item * 4 + 3)
+        q_at = (row * HEADS + heads[:, None]) * DIM + dims[None, :]
+        q = tl.load(q_ptr + q_at, mask=in_q, other=0.0)
+        out, lse = attend_span(
+            q,
+            k_ptr,
+            v_ptr,
+            table_ptr + row * table_stride,
+            begin,
+            end,
+            head,
+            scale_log2,
+            kv_block_stride,
+            kv_token_stride,
+            DIM,
+            DIM_PAD,
+            BLOCK,
+            GROUP_PAD,
+            TILE,
+            STAGES,
+        )
+        if piece < 0:
+            tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=in_q)
+        else:
+            part = piece.to(tl.int64) * HEADS + heads
+            tl.store(parts_ptr + part[:, None] * DIM + dims[None, :], out, mask=in_q)
+            tl.store(lse_ptr + part, lse, mask=group < GROUP)
+            pieces = tl.load(rows_ptr + size + row)
+            counter_ptr = done_ptr + row * KV_HEADS + head
+            tl.debug_barrier()  # all threads have written before one of them says so
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == pieces - 1:
+                # The last of its row, whichever that is, merges; always in the same order.
+                tl.store(counter_ptr, 0)
+                first = tl.load(rows_ptr + row).to(tl.int64)
+                for member in tl.static_range(GROUP):
+                    mine = head * GROUP + member
+                    best = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
+                    total = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
+                    merged = tl.zeros((DIM_PAD,), tl.float32)
+                    best, total, merged = _add(
+                        best, total, merged, parts_ptr, lse_ptr, first, 1, pieces, mine, HEADS, DIM, DIM_PAD, CHUNK
+                    )
+                    if SHARED:
+                        others = tl.load(shared_ptr + 3 * max_rows + row)
+                        entry = own + tl.load(shared_ptr + 2 * max_rows + row).to(tl.int64)
+                        step = tl.load(shared_ptr + 4 * max_rows + row)
+                        best, total, merged = _add(
+                            best,
+                            total,
+                            merged,
+                            parts_ptr,
+                            lse_ptr,
+                            entry,
+                            step,
+                            others,
+                            mine,
+                            HEADS,
+                            DIM,
+                            DIM_PAD,
+                            CHUNK,
+                        )
+                    at = (row * HEADS + mine) * DIM + dims
+                    tl.store(out_ptr + at, (merged / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
+        item += 1
 
 
 def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: DecodeWork, *, scale: float) -> Tensor:
@@ -185,11 +197,12 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: D
     # Tiles of 64 KiB of keys and values: two stages of them fit the shared memory of an A100 and what came after it.
     # float32, which no tensor core multiplies as it is, goes through registers, which hold less.
     tile = min(64 if rows <= _FEW_ROWS else 128, max(16, (16384 if q.element_size() == 2 else 4096) // dim_pad))
-    _decode[(kv_heads, len(work.items))](
+    _decode[(kv_heads, len(work.starts) - 1)](
         q,
         keys,
         values,
         table,
+        work.starts,
         work.items,
         work.rows,
         work.rows if shared is None else shared.rows,

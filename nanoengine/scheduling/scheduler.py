@@ -8,7 +8,7 @@ make this safe are in docs/architecture.md under "Contracts".
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -274,10 +274,9 @@ class Scheduler:
             length = len(seq.tokens)
             hits: list[int] = []
             if self.limits.prefix_caching:
-                self._extend_block_keys(seq, seq.tokens, length)
                 # The last token is always computed: its logits give the next one.
                 usable = (length - 1) // block_size
-                hits = pool.match(seq.block_keys[:usable])
+                hits = pool.match(self._prompt_keys(seq, usable))
                 if len(hits) < usable:
                     seq.held_for = seq.block_keys[len(hits)]
                     if seq.held_for in self._computing and seq.held_plans < _MAX_HELD_PLANS:
@@ -290,8 +289,10 @@ class Scheduler:
             pool.acquire(hits)
             seq.blocks = hits + pool.allocate(need)
             seq.published = len(hits)
-            for key in seq.block_keys[len(hits) :]:
-                self._computing.setdefault(key, seq)
+            if self.limits.prefix_caching:
+                self._extend_block_keys(seq, seq.tokens, length)
+                for key in seq.block_keys[len(hits) :]:
+                    self._computing.setdefault(key, seq)
             admitted.append(seq)
             count = min(length - len(hits) * block_size, budget, self.limits.max_prefill_chunk)
             chunks.append((seq, count))
@@ -401,6 +402,13 @@ class Scheduler:
                 del self._computing[key]
         seq.published = full
         slots.publish_at[slot] = (full + 1) * block_size
+
+    def _prompt_keys(self, seq: Sequence, count: int) -> Iterator[bytes]:
+        """Keys of the first ``count`` blocks, each worked out when it is asked for: those who wait need but one."""
+        for i in range(count):
+            if i == len(seq.block_keys):
+                self._extend_block_keys(seq, seq.tokens, (i + 1) * self.limits.block_size)
+            yield seq.block_keys[i]
 
     def _extend_block_keys(self, seq: Sequence, tokens: IntArray, length: int) -> None:
         """Work out the keys of the full blocks within ``tokens[:length]`` that are not known yet."""
