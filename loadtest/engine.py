@@ -1,10 +1,12 @@
 """Engine benchmark: continuous batching against transformers, side by side in one run.
 
     python -m loadtest.engine                        # the default model, 8 requests at once
-    python -m loadtest.engine --requests 48 --threads 2
+    python -m loadtest.engine --requests 192 --threads 2
 
 Three ways to answer the same greedy requests of mixed length, with the same dtype and threads: transformers'
 ``generate`` one request at a time, the same in static batches (padded, each as long as its longest), and nanoengine.
+There are so many requests that the last ones, which leave places empty, count for little; of those answered one at a
+time the first are enough, as their rate is the same from first to last.
 Only tokens that a request asked for count, so what a static batch makes beyond a request's length counts for nothing.
 The answers are compared: the speed of an engine that says something else would be worth nothing.
 
@@ -53,6 +55,9 @@ class Requests:
         rng = Random(seed)
         texts = [f"{rng.random():.6f} " + " ".join(rng.choices(WORDS, k=rng.randint(8, 120))) for _ in range(count)]
         return cls([encode(text) for text in texts], [rng.randint(16, 128) for _ in range(count)])
+
+    def first(self, count: int) -> Requests:
+        return Requests(self.prompts[:count], self.lengths[:count])
 
 
 def with_transformers(model: Any, requests: Requests, batch: int) -> list[list[int]]:
@@ -106,16 +111,17 @@ def compare_throughput(args: argparse.Namespace) -> None:
     rates, answers = {}, {}
     for name, answer in ways.items():
         answer(Requests(warm_up.prompts, [8] * len(warm_up.lengths)))
+        asked = requests.first(args.alone) if not answers else requests
         begin = time.perf_counter()
-        answers[name] = answer(requests)
+        answers[name] = answer(asked)
         seconds = time.perf_counter() - begin
-        rates[name] = sum(requests.lengths) / seconds
+        rates[name] = sum(asked.lengths) / seconds
         print(f"{name:34} {seconds:7.1f} s {rates[name]:7.1f} tok/s", flush=True)
     alone, static, ours = rates.values()
     by_alone, _, by_ours = answers.values()
     assert [len(a) for a in by_ours] == requests.lengths, "a request got too few or too many tokens"
-    equal = sum(a == b for a, b in zip(by_alone, by_ours, strict=True))
-    print(f"equal answers: {equal} of {args.requests}")
+    equal = sum(a == b for a, b in zip(by_alone, by_ours, strict=False))
+    print(f"equal answers: {equal} of {len(by_alone)}")
     print(f"nanoengine against one at a time: {ours / alone:.2f}x; against the static batch: {ours / static:.2f}x")
 
 
@@ -157,7 +163,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--alone", type=int, default=24, help="requests that are answered one at a time")
     args = parser.parse_args()
     compare_memory()
     compare_throughput(args)

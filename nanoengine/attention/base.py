@@ -50,7 +50,6 @@ class SharedPrefixes:
 class DecodeWork:
     """Who reads what in a step's decodes, for layers of one window: a DecodePlan on the device."""
 
-    starts: Tensor  # int32 [programs + 1]
     items: Tensor  # int32 [items, 4]
     rows: Tensor  # int32 [2, rows]
     done: Tensor  # int32 [rows or more, kv_heads]: zeros, between kernels
@@ -60,13 +59,13 @@ class DecodeWork:
     def views(cls, arrays: Sequence[Tensor], planner: DecodePlanner, done: Tensor) -> dict[int | None, DecodeWork]:
         """By window, of the arrays of a plan."""
         windows, shared = planner.windows, None
-        if len(arrays) > 3 * len(windows):
+        if len(arrays) > 2 * len(windows):
             assert planner.prefix_bounds is not None
             shared = SharedPrefixes.views(arrays[-2:], planner.prefix_bounds)
-        work = {}
-        for window, (starts, items, rows) in zip(windows, zip(*[iter(arrays)] * 3, strict=False), strict=False):
-            work[window] = cls(starts, items, rows, done, shared if window is None else None)
-        return work
+        return {
+            window: cls(arrays[2 * i], arrays[2 * i + 1], done, shared if window is None else None)
+            for i, window in enumerate(windows)
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """How a step's decode rows are divided among the programs of a GPU: plans for kernels/paged_decode.py. No torch.
 
-Decoding is bound by reading keys and values, so each processor has to get the same share of them, however ragged the
-rows are. The rows are laid end to end and cut into as many equal stretches as programs are resident at once: a program
-takes the rows, and the parts of rows, that lie in its stretch (the idea of Stream-K, Osama et al., 2023). Parts of a
-row are merged by their log-sum-exp. No program is started late, none is left alone at the end, and few rows are cut.
+Decoding is bound by reading keys and values, so each processor has to get the same share of them, from the first row to
+the last and however ragged they are. A row that is longer than a fair share is split, its parts are merged by their
+log-sum-exp, and programs start with the longest piece: what is left at the end is small (LPT scheduling, Graham, 1969).
 
 A plan is int32 arrays of a bounded size that the host works out while the step before runs. On the device they lie in
 fixed buffers, so a CUDA graph that was recorded once takes whatever plan is in them.
@@ -20,10 +19,11 @@ from nanoengine.attention.shared_prefix import PrefixBounds, SharedPrefixPlanner
 
 IntArray = npt.NDArray[np.int32]
 
-_RESIDENT = 3
-"""Programs that run on a processor at once: what the shared memory of a Hopper one holds at a head size of 128."""
+_PROGRAMS = 1056
+"""Pieces, over all key-value heads, that a step's reading is divided into, if the rows are long enough: 8 for each
+processor of an H200, so that a piece too many for one of them is an eighth of its work at most."""
 
-_GRAIN = 64  # tokens: no row is cut finer than the kernel's smallest tile
+_GRAIN = 64  # tokens: no piece is cut finer than the kernel's smallest tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,6 @@ class DecodeLayout:
     token_bytes: int  # keys and values of one token in one layer
     windows: tuple[int | None, ...]  # of the layers, each once
     share_prefixes: bool
-    processors: int = 132  # of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +50,14 @@ class DecodePlan:
 class DecodePlanner:
     """Plans decode steps one after the other.
 
-    Arrays of a plan, for each window: ``starts`` [programs + 1] (where each program's items begin), ``items``
-    [size + programs, 4] (row, first position, end, part or -1: it is the whole row) and ``rows`` [2, size] (each row's
-    first part, its parts); at the end, if prefixes are shared, those of ``PrefixPlan``.
+    Arrays of a plan, for each window: ``items`` [size + more, 4] (row, first position, end, part or -1: it is the whole
+    row; first equal to end: nothing to do), then ``rows`` [2, size] (each row's first part, its parts); at the end,
+    if prefixes are shared, those of ``PrefixPlan``.
     """
 
     def __init__(self, layout: DecodeLayout) -> None:
         self.windows = layout.windows
-        self._programs = max(1, _RESIDENT * layout.processors // layout.num_kv_heads)
+        self._more = -(-_PROGRAMS // layout.num_kv_heads)
         self.prefix_bounds: PrefixBounds | None = None
         self._prefixes: SharedPrefixPlanner | None = None
         if layout.share_prefixes and None in layout.windows:
@@ -73,10 +72,9 @@ class DecodePlanner:
         """Whether rows may read prefixes together."""
         return self._prefixes is not None
 
-    def shapes(self, size: int, shared: bool) -> list[tuple[int, ...]]:
+    def shapes(self, size: int, shared: bool) -> list[tuple[int, int]]:
         """Of the arrays of a plan for ``size`` rows."""
-        programs = self._programs
-        shapes: list[tuple[int, ...]] = [(programs + 1,), (size + programs, 4), (2, size)] * len(self.windows)
+        shapes = [(size + self._more, 4), (2, size)] * len(self.windows)
         if shared:
             assert self.prefix_bounds is not None
             shapes += self.prefix_bounds.shapes
@@ -92,46 +90,41 @@ class DecodePlanner:
                 first = np.maximum(seq_lens - window, 0)
             elif prefixes is not None:
                 first = prefixes.rows[1, : len(seq_lens)]
-            whole = window is not None or prefixes is None
-            arrays += divide(first, seq_lens, size, self._programs, whole=whole)
+            arrays += divide(first, seq_lens, size, self._more, whole=window is not None or prefixes is None)
         if prefixes is not None:
             arrays += prefixes.arrays()
         return DecodePlan(tuple(arrays), prefixes is not None)
 
 
-def divide(
-    first: IntArray, end: IntArray, size: int, programs: int, *, whole: bool = True
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Divide positions ``first`` to ``end`` of each row; gives ``starts``, ``items`` and ``rows`` of a plan.
+def divide(first: IntArray, end: IntArray, size: int, more: int, *, whole: bool = True) -> tuple[IntArray, IntArray]:
+    """Divide positions ``first`` to ``end`` of each row; gives ``items`` and ``rows`` of a plan.
 
+    ``more`` is about how many pieces of equal length all of it would make; no more than that are added to one a row.
     Unless ``whole``, a row with ``first`` above 0 has a part in its one piece too, as it has others elsewhere.
     """
-    grains = _ceil(end - first, _GRAIN)
-    stop = np.cumsum(grains)
-    start = stop - grains  # of each row, where all lie end to end
-    share = max(1, -(-int(stop[-1]) // programs))
-    begins_in = start // share  # which program's
-    pieces = (stop - 1) // share - begins_in + 1
-
+    lengths = end - first
+    share = max(_GRAIN, -(-int(lengths.sum()) // more))
+    pieces = np.maximum(_ceil(lengths, share), 1)
+    # Of a row that is split, all pieces but the last are equally long, in whole grains.
+    span = np.maximum(_ceil(_ceil(lengths, pieces), _GRAIN), 1) * _GRAIN
+    pieces = np.maximum(_ceil(lengths, span), 1)
     row = np.repeat(np.arange(len(end), dtype=np.int32), pieces)
-    number = np.arange(len(row)) - (np.cumsum(pieces) - pieces)[row]
-    program = begins_in[row] + number
-    origin = first[row] - start[row] * _GRAIN
-    begins = np.maximum(origin + program * share * _GRAIN, first[row])
-    ends = np.minimum(origin + (program + 1) * share * _GRAIN, end[row])
+    start = np.cumsum(pieces) - pieces
+    number = np.arange(len(row)) - start[row]
+    begins = first[row] + number * span[row]
+    ends = np.minimum(begins + span[row], end[row])
 
     parts = np.where((pieces > 1) | ((first > 0) & (not whole)), pieces, 0)
     first_part = np.cumsum(parts) - parts
     part = np.where(parts[row] > 0, first_part[row] + number, -1)
 
-    starts = np.zeros(programs + 1, np.int32)
-    np.cumsum(np.bincount(program, minlength=programs), out=starts[1:])
-    items = np.zeros((size + programs, 4), np.int32)
-    items[: len(row), 0], items[: len(row), 1], items[: len(row), 2], items[: len(row), 3] = row, begins, ends, part
+    items = np.zeros((size + more, 4), np.int32)
+    longest_first = np.argsort(begins - ends, kind="stable")
+    items[: len(row)] = np.stack((row, begins, ends, part), axis=1)[longest_first]
     rows = np.zeros((2, size), np.int32)
     rows[0, : len(end)], rows[1, : len(end)] = first_part, parts
-    return starts, items, rows
+    return items, rows
 
 
-def _ceil(numerator: IntArray, denominator: int) -> IntArray:
+def _ceil(numerator: IntArray, denominator: IntArray | int) -> IntArray:
     return -(-numerator // denominator)

@@ -237,7 +237,9 @@ def _tiles(element_size: int, dim_pad: int) -> tuple[int, int, int, int]:
         return (32, 32, 2, 4) if dim_pad <= 64 else (16, 16, 2, 4 if dim_pad <= 128 else 8)
     if dim_pad <= 64:
         return 128, 128, 3, 8
-    return (128, 64, 3, 8) if dim_pad <= 128 else (128, 32, 2, 8)
+    # In TFLOP/s for 4 x 8192 tokens on an H200: 396 so, 362 with (128, 64, 5), 320 with (128, 64, 3): the table too is
+    # loaded, so that two tiles are under way only where the compiler looks ahead twice as far.
+    return (128, 128, 5, 8) if dim_pad <= 128 else (128, 32, 2, 8)
 
 
 def paged_prefill(

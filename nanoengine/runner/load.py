@@ -157,7 +157,6 @@ class _Parts:
             token_bytes=2 * model.num_kv_heads * model.head_dim * self.kv_dtype.itemsize,
             windows=tuple(dict.fromkeys(model.windows)),
             share_prefixes=config.shared_prefix_decode and not config.deterministic,
-            processors=torch.cuda.get_device_properties(self.device).multi_processor_count,
         )
         return DecodePlanner(layout)
 

@@ -83,7 +83,7 @@ def test_decode_as_a_graph_captures_it(deterministic: bool, monkeypatch: pytest.
     pages.k[2][:8], pages.v[2][:8] = pages.k[0][:8], pages.v[0][:8]
     planner = DecodePlanner(DecodeLayout(4, 6, 2, 4, 10_000_000, (None,), share_prefixes=True))
     plan = planner.plan(pages.batch.block_table.cpu().numpy(), pages.batch.seq_lens.cpu().numpy(), 3)
-    assert plan.arrays[4][1].tolist() == [8, 0, 8, 0]
+    assert plan.arrays[3][1].tolist() == [8, 0, 8, 0]
     work = DecodeWork.views(
         [torch.from_numpy(array).to(DEVICE) for array in plan.arrays],
         planner,

@@ -206,7 +206,7 @@ def test_kernel(
     plans = DecodePlanner(layout)
     plan = plans.plan(numbers, seq_lens, len(lens) + 2)
     assert plan.shared
-    assert set(plan.arrays[4][1].tolist()) == {0, 28}
+    assert set(plan.arrays[3][1].tolist()) == {0, 28}
     keys, values = (torch.randn(numbers.size, BLOCK, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))
     q = torch.randn(len(lens), heads, dim, dtype=dtype, device=DEVICE)
     table, lengths = torch.from_numpy(numbers).to(DEVICE), torch.from_numpy(seq_lens).to(DEVICE)
