@@ -108,7 +108,8 @@ def compare_throughput(args: argparse.Namespace) -> None:
         f"{llm.engine.info.dtype}, {args.threads} threads, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {platform.machine()}, {date.today()}"
     )
-    rates, answers = {}, {}
+    rates: dict[str, float] = {}
+    answers: dict[str, list[list[int]]] = {}
     for name, answer in ways.items():
         answer(Requests(warm_up.prompts, [8] * len(warm_up.lengths)))
         asked = requests.first(args.alone) if not answers else requests

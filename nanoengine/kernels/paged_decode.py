@@ -23,10 +23,10 @@ _TILE = 128
 """Tokens of one turn of the loop, at a head size of 128."""
 
 _STAGES = 2
-"""One tile of keys and one of values under way in a program, and three programs on a processor. In TB/s on an H200, tile
-and stages (128, 2), (64, 5), (32, 5): 256 rows of 200 to 1,400 tokens 4.15, 4.14, 4.17; 64 of 8k 4.33, 4.30, 3.97; 1,024
-of 128 to 256 3.70, 3.50, 3.95; 64 of 620 2.89, 2.61, 2.63. Two tiles under way take 5 stages, as the addresses come
-from the block table, which is loaded too."""
+"""One tile of keys and one of values under way in a program, and three programs on a processor. In TB/s on an H200,
+for (tile, stages) of (128, 2), (64, 5) and (32, 5): 256 rows of 200 to 1,400 tokens 4.15, 4.14, 4.17; 64 of 8k 4.33,
+4.30, 3.97; 1,024 of 128 to 256 3.70, 3.50, 3.95; 64 of 620 2.89, 2.61, 2.63. Two tiles under way take 5 stages, as
+addresses come from the block table, which is loaded too."""
 
 
 @triton.jit

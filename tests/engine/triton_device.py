@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,7 +20,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def _interpret() -> None:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
