@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
@@ -127,6 +127,10 @@ class EngineReplica:
     def load(self) -> Load:
         """The engine's last report, whole."""
         return self._engine.load()
+
+    async def memory(self) -> dict[str, Any]:
+        """Where this replica's engine's memory went, in bytes. For people: the engine waits for its device to know."""
+        return {"replica": self._replica, **asdict(await self._engine.memory_summary())}
 
     async def _watch_engine(self) -> None:
         """Report metrics, and end an engine that stands still: its process lives, and nothing else would notice."""

@@ -22,13 +22,15 @@ import numpy as np
 from nanoengine.answer import Answer, Made
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, InvalidRequestError, ModelLoadError, NanoEngineError
-from nanoengine.outputs import Delta, EngineInfo, Load
+from nanoengine.outputs import Delta, EngineInfo, Load, MemorySummary
 from nanoengine.protocol import (
     HEADER,
     Abort,
     Add,
     Failed,
     FromEngine,
+    Inspect,
+    Memory,
     Ready,
     Refused,
     Start,
@@ -63,6 +65,7 @@ class AsyncEngine:
         self._config = config
         self._streams: dict[int, _Stream] = {}
         self._keys = itertools.count()
+        self._memory: dict[int, asyncio.Future[MemorySummary]] = {}  # asked for, by number
         self._load = Load()
         self._info: EngineInfo | None = None
         self._dead: EngineDeadError | None = None
@@ -160,6 +163,21 @@ class AsyncEngine:
         """The engine's load as of its last step."""
         return self._load
 
+    async def memory_summary(self) -> MemorySummary:
+        """Where the engine's memory went; the engine waits for its device to know.
+
+        Raises ``EngineDeadError`` if the engine is dead, or dies before it has answered.
+        """
+        if self._dead is not None:
+            raise self._dead
+        number = next(self._keys)
+        answer = self._memory[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Inspect(number))
+            return await answer
+        finally:
+            del self._memory[number]
+
     # -- requests ------------------------------------------------------------------------------------------------
 
     async def generate(
@@ -227,6 +245,9 @@ class AsyncEngine:
                     self._fail(
                         message.key, InvalidRequestError(message.message, param=message.param, code=message.code)
                     )
+                elif isinstance(message, Memory):
+                    if (answer := self._memory.get(message.number)) is not None and not answer.done():
+                        answer.set_result(message.summary)
                 elif isinstance(message, Failed):
                     reason = f"the engine failed: {message.message}"
         except (asyncio.IncompleteReadError, OSError):
@@ -269,6 +290,9 @@ class AsyncEngine:
             self._dead = error
         for key in self._streams:
             self._fail(key, error)
+        for answer in self._memory.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     def _exit_status(self) -> str:
         code = None if self._process is None else self._process.returncode

@@ -7,6 +7,7 @@ end-of-file: an engine never outlives its owner.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import queue
 import socket
@@ -18,7 +19,21 @@ import numpy as np
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, StepOutput
 from nanoengine.errors import InvalidRequestError, ModelLoadError
-from nanoengine.protocol import Abort, Add, Failed, Ready, Refused, Start, ToEngine, Update, decoder, frame, read_frame
+from nanoengine.protocol import (
+    Abort,
+    Add,
+    Failed,
+    Inspect,
+    Memory,
+    Ready,
+    Refused,
+    Start,
+    ToEngine,
+    Update,
+    decoder,
+    frame,
+    read_frame,
+)
 
 log = logging.getLogger("nanoengine")
 
@@ -38,6 +53,9 @@ def main(fd: int) -> int:
         except (ModelLoadError, ValueError) as error:
             sock.sendall(frame(Failed(str(error), load_error=True)))
             return 1
+        # What is there now stays: the collector need not look at it again and again while steps wait.
+        gc.collect()
+        gc.freeze()
         sock.sendall(frame(Ready(engine.info)))
         _serve(engine, sock)
     except (BrokenPipeError, ConnectionResetError):
@@ -90,6 +108,8 @@ def _handle(engine: Engine, sock: socket.socket, message: ToEngine) -> None:
             sock.sendall(frame(Refused(message.key, error.message, error.param, error.code)))
     elif isinstance(message, Abort):
         engine.abort(message.key)
+    elif isinstance(message, Inspect):
+        sock.sendall(frame(Memory(message.number, engine.memory_summary())))
 
 
 def _update(engine: Engine, output: StepOutput | None) -> Update:

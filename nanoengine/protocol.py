@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from nanoengine.outputs import EngineInfo, Load, TokenLogprob
+from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.scheduler import Finished
 
@@ -40,6 +40,12 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
     key: int
 
 
+class Inspect(msgspec.Struct, tag=True, array_like=True):
+    """Owner to engine: send a ``Memory`` with this number."""
+
+    number: int
+
+
 class Ready(msgspec.Struct, tag=True, array_like=True):
     """Engine to owner, once: the model is loaded."""
 
@@ -62,6 +68,13 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     code: str | None
 
 
+class Memory(msgspec.Struct, tag=True, array_like=True):
+    """Engine to owner: where its memory went."""
+
+    number: int
+    summary: MemorySummary
+
+
 class Update(msgspec.Struct, tag=True, array_like=True):
     """Engine to owner, after each step and each idle change: new tokens, ends, and the load."""
 
@@ -73,8 +86,8 @@ class Update(msgspec.Struct, tag=True, array_like=True):
     load: Load
 
 
-ToEngine = Start | Add | Abort
-FromEngine = Ready | Failed | Refused | Update
+ToEngine = Start | Add | Abort | Inspect
+FromEngine = Ready | Failed | Refused | Memory | Update
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -59,6 +59,8 @@ class Engines(Protocol):
 
     def available(self) -> bool: ...
 
+    async def memory(self) -> dict[str, Any]: ...
+
     def generate(
         self,
         prompt: npt.NDArray[np.int32],
@@ -138,6 +140,7 @@ class Api:
         app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
         app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+        app.add_api_route("/debug/memory", self.memory, methods=["GET"], response_model=None)
         app.add_api_route("/version", self.version, methods=["GET"], response_model=None)
         return app
 
@@ -157,6 +160,10 @@ class Api:
         if not self._engines.available():
             raise unavailable("no engine replica is up", self._args.ingress.retry_after_s)
         return _json({"status": "ok"})
+
+    async def memory(self) -> Response:
+        """Where the memory of one engine replica went, in bytes: another one's perhaps, if asked again."""
+        return _json(await self._engines.memory())
 
     async def version(self) -> Response:
         return _json({"version": __version__})

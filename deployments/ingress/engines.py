@@ -37,6 +37,7 @@ class EngineClient:
 
     def __init__(self, handle: DeploymentHandle, config: IngressConfig) -> None:
         self._handle = handle.options(method_name="generate", stream=True)  # which also starts the handle's router
+        self._memory = handle.options(method_name="memory")
         self._key = (handle.app_name, handle.deployment_name)
         self._config = config
         self._name = uuid.uuid4().hex[:12]
@@ -106,6 +107,15 @@ class EngineClient:
                     watcher.cancel()
                     with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
                         stream.cancel()
+
+    async def memory(self) -> dict[str, Any]:
+        """Where one replica's memory went, whichever answers. Raises ``ApiError``."""
+        await self._wait_for_replica()
+        try:
+            summary: dict[str, Any] = await self._memory.remote()
+        except Exception as error:
+            raise self._error(error) from error
+        return summary
 
     async def _wait_for_replica(self) -> None:
         deadline = time.monotonic() + self._config.replica_wait_s

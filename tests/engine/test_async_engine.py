@@ -93,6 +93,13 @@ async def test_leaving_the_loop_frees_the_blocks_within_200_ms(engine: AsyncEngi
     await idle(engine, within=0.2)
 
 
+async def test_the_memory_summary_comes_while_idle_and_while_busy(engine: AsyncEngine) -> None:
+    assert (await engine.memory_summary()).kv_pool == 0  # a stand-in has none
+    busy = asyncio.create_task(collect(engine, list(b"go"), SamplingParams(max_tokens=50)))
+    assert await asyncio.gather(*(engine.memory_summary() for _ in range(3)))
+    assert (await busy)[-1].finish_reason == "length"
+
+
 async def test_abort_by_id_ends_the_stream(engine: AsyncEngine) -> None:
     deltas = []
     async for delta in engine.generate(list(b"abort me"), SamplingParams(max_tokens=900), "name"):
@@ -165,6 +172,22 @@ async def test_the_death_of_the_process_is_a_typed_error_at_once() -> None:
     assert "signal 9" in str(engine.dead)
     with pytest.raises(EngineDeadError):
         await collect(engine, [1], SamplingParams())
+    await engine.stop()
+
+
+async def test_nobody_waits_for_the_memory_summary_of_a_dead_engine() -> None:
+    engine = AsyncEngine(config())
+    await engine.start()
+    asked = asyncio.create_task(engine.memory_summary())
+    await asyncio.sleep(0)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    await asyncio.wait((asked,), timeout=5)
+    assert asked.done()  # it may have answered before
+    with pytest.raises(EngineDeadError):
+        await collect(engine, list(b"go"), SamplingParams())
+    with pytest.raises(EngineDeadError):
+        await engine.memory_summary()
     await engine.stop()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,9 @@ class FakeEngines:
 
     def available(self) -> bool:
         return self.up
+
+    async def memory(self) -> dict[str, Any]:
+        return {"replica": "r1", "weights": 5}
 
     async def until_open(self, sequences: int) -> None:
         while self.open < sequences:  # noqa: ASYNC110  # a test's wait, a few turns of the loop

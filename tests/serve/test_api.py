@@ -403,6 +403,7 @@ async def test_models_health_version(service: Service) -> None:
     envelope(response, 503)
     assert response.headers["retry-after"] == "1"
     assert (await service.http.get("/version")).json()["version"]
+    assert (await service.http.get("/debug/memory")).json() == {"replica": "r1", "weights": 5}
 
 
 async def test_body_too_long(service: Service) -> None:

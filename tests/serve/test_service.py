@@ -73,6 +73,12 @@ def post(http: httpx.Client, path: str = "/v1/completions", **body: Any) -> http
     return http.post(path, json={"model": NAME, **body})
 
 
+def test_the_memory_summary_over_http(one: Cluster) -> None:
+    found = httpx.get(f"{one.url}/debug/memory", timeout=10).json()
+    assert found["replica"]
+    assert {"weights", "kv_pool", "growth"} <= set(found)
+
+
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
