@@ -19,14 +19,12 @@ from nanoengine.kernels.attend_span import LOG2E, attend_span
 from nanoengine.kernels.dependent import options, start_next, wait
 from nanoengine.kernels.shared_prefix_decode import attend_prefixes
 
-_TILE = 128
-"""Tokens of one turn of the loop, at a head size of 128."""
+_MANY_ROWS = 384
+"""From so many rows on tiles are small and two of them under way, which suits short rows; below, rows may be long.
 
-_STAGES = 2
-"""One tile of keys and one of values under way in a program, and three programs on a processor. In TB/s on an H200,
-for (tile, stages) of (128, 2), (64, 5) and (32, 5): 256 rows of 200 to 1,400 tokens 4.15, 4.14, 4.17; 64 of 8k 4.33,
-4.30, 3.97; 1,024 of 128 to 256 3.70, 3.50, 3.95; 64 of 620 2.89, 2.61, 2.63. Two tiles under way take 5 stages, as
-addresses come from the block table, which is loaded too."""
+In TB/s on an H200, for (tile, stages) of (128, 2), (64, 5) and (32, 5): 1,024 rows of 128 to 256 tokens 3.70, 3.50,
+3.95; 256 of 200 to 1,400 4.15, 4.14, 4.17; 64 of 8k 4.33, 4.30, 3.97; 64 of 620 2.89, 2.61, 2.63. Two tiles under way
+take 5 stages, as addresses come from the block table, which is loaded too."""
 
 
 @triton.jit
@@ -100,14 +98,15 @@ def _decode(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait(PDL)
     HEADS: tl.constexpr = KV_HEADS * GROUP
     head = tl.program_id(0)
+    # Before the wait: the plan was there before the step began.
     items_ptr += tl.program_id(1) * 4
     row = tl.load(items_ptr).to(tl.int64)
     begin = tl.load(items_ptr + 1)
     end = tl.load(items_ptr + 2)
     piece = tl.load(items_ptr + 3)
+    wait(PDL)
     if begin >= end:
         return
 
@@ -189,7 +188,8 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: D
         attend_prefixes(q, keys, values, table, shared, parts, scale=scale, first_entry=own, entries=entries)
     dim_pad = max(16, triton.next_power_of_2(dim))  # 16: the least that a tensor core multiplies, in rows and columns
     # float32, which no tensor core multiplies as it is, goes through registers, which hold less.
-    tile = max(16, min(_TILE, (_TILE * 128 if q.element_size() == 2 else 4096) // dim_pad))
+    largest, stages = (32, 5) if len(q) >= _MANY_ROWS else (128, 2)
+    tile = max(16, min(largest, (largest * 128 if q.element_size() == 2 else 4096) // dim_pad))
     _decode[(kv_heads, len(work.items))](
         q,
         keys,
@@ -217,7 +217,7 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: D
         BLOCK=block_size,
         SHARED=shared is not None,
         TILE=tile,
-        STAGES=_STAGES,
+        STAGES=stages,
         CHUNK=16,
         num_warps=4,
         **options(q.device),

@@ -21,11 +21,11 @@ _ELEMENTS = 512  # of each half of the heads of a program: with 2 warps, one loa
 @triton.jit
 def _rotated(  # type: ignore[no-untyped-def]
     x_ptr,
-    norm_ptr,
-    table_ptr,
+    weight_1,  # [1, pairs], of the norm's first half and second
+    weight_2,
+    cos,  # [1, pairs], rounded to x's dtype
+    sin,
     inside,  # [heads, pairs] of the tile at x_ptr
-    in_dim,  # [pairs]
-    pair,
     HALF: tl.constexpr,
     EPS: tl.constexpr,
     NORM: tl.constexpr,
@@ -35,11 +35,7 @@ def _rotated(  # type: ignore[no-untyped-def]
     dtype = first.dtype
     first = first.to(tl.float32)
     second = tl.load(x_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(table_ptr + pair, mask=in_dim, other=0.0).to(dtype).to(tl.float32)[None, :]
-    sin = tl.load(table_ptr + HALF + pair, mask=in_dim, other=0.0).to(dtype).to(tl.float32)[None, :]
     if NORM:
-        weight_1 = tl.load(norm_ptr + pair, mask=in_dim, other=0.0).to(tl.float32)[None, :]
-        weight_2 = tl.load(norm_ptr + HALF + pair, mask=in_dim, other=0.0).to(tl.float32)[None, :]
         scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / (2 * HALF) + EPS)[:, None]
         first = ((first * scale).to(dtype).to(tl.float32) * weight_1).to(dtype).to(tl.float32)
         second = ((second * scale).to(dtype).to(tl.float32) * weight_2).to(dtype).to(tl.float32)
@@ -79,7 +75,6 @@ def _rope_store(  # type: ignore[no-untyped-def]
     PDL: tl.constexpr,
 ):
     start_next(PDL)
-    wait(PDL)
     DIM: tl.constexpr = 2 * HALF
     Q_TILES: tl.constexpr = (HEADS + TILE - 1) // TILE
     KV_TILES: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
@@ -88,13 +83,25 @@ def _rope_store(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, HALF_PAD)
     in_dim = pair < HALF
     qkv_ptr += token * (HEADS + 2 * KV_HEADS) * DIM
+    # Before the wait: these were there before the step began.
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     table_ptr += tl.load(positions_ptr + token).to(tl.int64) * DIM
     slot = tl.load(slots_ptr + token).to(tl.int64)
+    cos = tl.load(table_ptr + pair, mask=in_dim, other=0.0).to(dtype).to(tl.float32)[None, :]
+    sin = tl.load(table_ptr + HALF + pair, mask=in_dim, other=0.0).to(dtype).to(tl.float32)[None, :]
+    weight_1, weight_2 = cos, sin
+    if NORM:
+        norm_ptr = k_norm_ptr
+        if tile < Q_TILES:
+            norm_ptr = q_norm_ptr
+        weight_1 = tl.load(norm_ptr + pair, mask=in_dim, other=0.0).to(tl.float32)[None, :]
+        weight_2 = tl.load(norm_ptr + HALF + pair, mask=in_dim, other=0.0).to(tl.float32)[None, :]
+    wait(PDL)
     if tile < Q_TILES:
         head = tile * TILE + tl.arange(0, TILE)
         at = head[:, None] * DIM + pair[None, :]
         inside = (head < HEADS)[:, None] & in_dim[None, :]
-        first, second = _rotated(qkv_ptr + at, q_norm_ptr, table_ptr, inside, in_dim, pair, HALF, EPS, NORM)
+        first, second = _rotated(qkv_ptr + at, weight_1, weight_2, cos, sin, inside, HALF, EPS, NORM)
         q_ptr += token * HEADS * DIM
         tl.store(q_ptr + at, first.to(q_ptr.dtype.element_ty), mask=inside)
         tl.store(q_ptr + at + HALF, second.to(q_ptr.dtype.element_ty), mask=inside)
@@ -103,7 +110,7 @@ def _rope_store(  # type: ignore[no-untyped-def]
         at = head[:, None] * DIM + pair[None, :]
         inside = (head < KV_HEADS)[:, None] & in_dim[None, :]
         qkv_ptr += HEADS * DIM
-        first, second = _rotated(qkv_ptr + at, k_norm_ptr, table_ptr, inside, in_dim, pair, HALF, EPS, NORM)
+        first, second = _rotated(qkv_ptr + at, weight_1, weight_2, cos, sin, inside, HALF, EPS, NORM)
         inside = inside & (slot >= 0)
         keys_ptr += slot * KV_STRIDE
         tl.store(keys_ptr + at, _stored(first, keys_ptr, FP8), mask=inside)

@@ -14,6 +14,7 @@ from nanoengine.attention.base import AttentionBackend, KVCache
 from nanoengine.attention.decode_plan import DecodeLayout, DecodePlanner
 from nanoengine.attention.select import select_backend
 from nanoengine.config import EngineConfig
+from nanoengine.errors import ModelLoadError
 from nanoengine.layers.select import select_ops
 from nanoengine.models.config import ModelConfig, load_model_config
 from nanoengine.models.registry import CausalLM, load_model
@@ -225,6 +226,10 @@ def _device(config: EngineConfig) -> torch.device:
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     elif device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ModelLoadError(
+                "device is cuda, but torch finds no GPU: set it to auto or cpu, or install torch for CUDA"
+            )
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
@@ -243,8 +248,8 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
 def _kv_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
     if config.kv_cache_dtype == "auto":
         return dtype
-    if device.type != "cuda":
-        raise ValueError("kv_cache_dtype float8 needs a GPU: leave it at auto")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ValueError("kv_cache_dtype float8 needs a GPU of compute capability 8.9 or more: leave it at auto")
     return torch.float8_e4m3fn
 
 

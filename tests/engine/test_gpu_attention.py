@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -154,22 +153,15 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
 
 
-def made(backend: type[AttentionBackend], **settings: Any) -> AttentionBackend:
+def made(backend: type[AttentionBackend]) -> AttentionBackend:
     try:
-        return backend(**settings)
+        return backend()
     except ImportError as error:
         pytest.skip(f"{backend.__name__}: {error}")
 
 
-LIBRARIES: list[tuple[type[AttentionBackend], dict[str, Any]]] = [
-    (FlashAttention, {}),
-    (Flash4Attention, {}),
-    (Flash4Attention, {"gather": True}),
-]
-
-
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("backend", "settings"), LIBRARIES)
+@pytest.mark.parametrize("backend", [FlashAttention, Flash4Attention])
 @pytest.mark.parametrize(
     "case",
     [
@@ -180,14 +172,16 @@ LIBRARIES: list[tuple[type[AttentionBackend], dict[str, Any]]] = [
     ],
     ids=str,
 )
-def test_libraries(case: Case, backend: type[AttentionBackend], settings: dict[str, Any]) -> None:
+def test_libraries(case: Case, backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoengine.attention.flash4._LONG", 0)
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    check(made(backend, **settings), case, dtype)
+    check(made(backend), case, dtype)
 
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("backend", [TritonAttention, FlashAttention, Flash4Attention])
-def test_fp8_pages(backend: type[AttentionBackend]) -> None:
+def test_fp8_pages(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoengine.attention.flash4._LONG", 0)
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     check(made(backend), MIXED, dtype, torch.float8_e4m3fn)
 
