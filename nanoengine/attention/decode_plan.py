@@ -24,8 +24,8 @@ _PROGRAMS = 528
 processor of an H200."""
 
 _FINE = 4
-"""One part in so many of the reading is cut so many times finer, and comes last, as shorter pieces do: it fills what the
-long ones leave at the end. In a simulation of the programs of an H200 that takes the time of 256 rows of 640 tokens
+"""One part in so many of the reading is cut so many times finer, and comes last, as shorter pieces do: it fills what
+the long ones leave at the end. In a simulation of the programs of an H200 that takes the time of 256 rows of 640 tokens
 from 1.27 to 1.19 of the ideal, of 145 of 600 to 1,500 from 1.23 to 1.10, of 64 of 900 to 1,800 from 1.28 to 1.15."""
 
 _GRAIN = 64  # tokens: no piece is cut finer than the kernel's smallest tile
