@@ -2,6 +2,7 @@
 
     python -m loadtest.steps MODEL                       # batches of 1, 64, 256 and 1,024, contexts of 600
     python -m loadtest.steps MODEL --batches 8,32 --context 4000
+    python -m loadtest.steps MODEL --batches 512 --context 128 --shared 2048 --groups 16
 
 Wall time is taken without the profiler. Kernels overlap where one may start while another ends, so their times can add
 up to more. "host" is what the engine's loop computes in a step, without waiting for the GPU: it is hidden as long as it
@@ -24,16 +25,18 @@ STEPS = 40
 
 
 class Batch:
-    """A number of requests that decode, until the end of the block."""
+    """A number of requests that decode, until the end of the block; ``shared`` tokens of each are its group's."""
 
-    def __init__(self, engine: Engine, size: int, context: int) -> None:
-        self._engine, self._size, self._context = engine, size, context
+    def __init__(self, engine: Engine, size: int, context: int, shared: int, groups: int) -> None:
+        self._engine, self._size, self._context, self._shared, self._groups = engine, size, context, shared, groups
 
     def __enter__(self) -> Batch:
         rng, engine = np.random.default_rng(0), self._engine
         params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=4 * STEPS)
+        prefixes = rng.integers(0, 10_000, (self._groups, self._shared))
         for key in range(self._size):
-            engine.add(key, rng.integers(0, 10_000, self._context).astype(np.int32), params)
+            own = rng.integers(0, 10_000, self._context)
+            engine.add(key, np.concatenate((prefixes[key % self._groups], own)).astype(np.int32), params)
         engine.step()
         while engine.load().waiting or engine.load().prefill_tokens:
             engine.step()
@@ -57,7 +60,7 @@ class Batch:
         return time.perf_counter() - begin
 
 
-def report(engine: Engine, size: int, context: int, lines: int) -> None:
+def report(batch: Batch, name: str, size: int, lines: int) -> None:
     waited = 0.0
     synchronize = torch.cuda.Event.synchronize
 
@@ -67,7 +70,7 @@ def report(engine: Engine, size: int, context: int, lines: int) -> None:
         synchronize(event)
         waited += time.perf_counter() - begin
 
-    with Batch(engine, size, context) as batch:
+    with batch:
         torch.cuda.Event.synchronize = timed  # type: ignore[method-assign, assignment]
         try:
             wall = batch.run(STEPS) / STEPS
@@ -78,7 +81,7 @@ def report(engine: Engine, size: int, context: int, lines: int) -> None:
             batch.run(8)
     events = [event for event in found.key_averages() if event.device_time_total > 0]
     total = sum(event.device_time_total for event in events) / 8
-    print(f"\nbatch {size}, context {context}: {wall * 1e3:.3f} ms a step, {size / wall:,.0f} tok/s; "
+    print(f"\n{name}: {wall * 1e3:.3f} ms a step, {size / wall:,.0f} tok/s; "
           f"kernels {total / 1e3:.3f} ms, host {host * 1e3:.3f} ms")  # fmt: skip
     for event in sorted(events, key=lambda event: -event.device_time_total)[:lines]:
         us, count = event.device_time_total / 8, event.count / 8
@@ -90,13 +93,17 @@ def main() -> None:
     parser.add_argument("model", help="a local folder or anything else that EngineConfig.model takes")
     parser.add_argument("--batches", default="1,64,256,1024")
     parser.add_argument("--context", type=int, default=600)
+    parser.add_argument("--shared", type=int, default=0, help="tokens before that which a group of requests shares")
+    parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--lines", type=int, default=12)
     args = parser.parse_args()
-    engine = Engine(EngineConfig(model=args.model, max_model_len=max(2048, args.context + 8 * STEPS)))
+    engine = Engine(EngineConfig(model=args.model, max_model_len=max(2048, args.shared + args.context + 8 * STEPS)))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; seconds to ready: {engine.info.load_seconds}")
     print(engine.memory_summary())
     for size in map(int, args.batches.split(",")):
-        report(engine, size, args.context, args.lines)
+        batch = Batch(engine, size, args.context, args.shared, args.groups)
+        name = f"batch {size}, context {args.context}" + (f" after {args.shared} shared" if args.shared else "")
+        report(batch, name, size, args.lines)
 
 
 if __name__ == "__main__":
