@@ -2,6 +2,7 @@
 
     python -m loadtest.steps MODEL                       # batches of 1, 64, 256 and 1,024, contexts of 600
     python -m loadtest.steps MODEL --batches 8,32 --context 4000
+    python -m loadtest.steps MODEL --set deterministic=true
     python -m loadtest.steps MODEL --batches 512 --context 128 --shared 2048 --groups 16
 
 Wall time is taken without the profiler. Kernels overlap where one may start while another ends, so their times can add
@@ -16,6 +17,7 @@ import time
 
 import numpy as np
 import torch
+import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from nanoengine import EngineConfig, SamplingParams
@@ -95,9 +97,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=600)
     parser.add_argument("--shared", type=int, default=0, help="tokens before that which a group of requests shares")
     parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of EngineConfig")
     parser.add_argument("--lines", type=int, default=12)
     args = parser.parse_args()
-    engine = Engine(EngineConfig(model=args.model, max_model_len=max(2048, args.shared + args.context + 8 * STEPS)))
+    settings = {key: yaml.safe_load(value) for key, _, value in (each.partition("=") for each in args.set)}
+    longest = max(2048, args.shared + args.context + 8 * STEPS)
+    engine = Engine(EngineConfig.model_validate({"model": args.model, "max_model_len": longest} | settings))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; seconds to ready: {engine.info.load_seconds}")
     print(engine.memory_summary())
     for size in map(int, args.batches.split(",")):

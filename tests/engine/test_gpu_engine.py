@@ -147,6 +147,22 @@ def test_tiny_models(tiny: tuple[Path, Reference], case: dict[str, Any]) -> None
     assert (gaps > 0.1).mean() >= 0.8, "near-ties are too many for this test to see a fault"
 
 
+def test_a_float8_cache_is_off_by_little(tiny: tuple[Path, Reference]) -> None:
+    folder, reference = tiny
+    prompts = tiny_prompts(24)
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)] * len(prompts)
+    engine = build(folder, dtype="bfloat16", kv_cache_dtype="float8")
+    below, off = [], []
+    for prompt, tokens, logprobs in zip(prompts, *generate(engine, prompts, params), strict=True):
+        worse, scored, _ = reference.judge(prompt, tokens)
+        below.append(worse)
+        off.append(np.abs(np.array(logprobs) - scored))
+    print(f"float8: log-probabilities off by {np.concatenate(off).mean():.4f} on average, {np.concatenate(off).max():.4f} "
+          f"at most; tokens at most {np.concatenate(below).max():.4f} below the first choice")  # fmt: skip
+    assert np.concatenate(off).mean() < 0.1
+    assert np.concatenate(below).max() < 1.0
+
+
 @pytest.fixture(scope="module")
 def smollm(default_gguf: Path) -> tuple[Reference, list[list[int]]]:
     load = {"pretrained_model_name_or_path": default_gguf.parent, "gguf_file": default_gguf.name}
