@@ -81,8 +81,8 @@ def decode(name: str, lens: list[int], heads: int = 16) -> None:
     q = torch.randn(len(lens), heads, DIM, dtype=DTYPE, device=CUDA)
 
     def launch(pages: Pages) -> Launch:
-        plan = planner.plan(pages.table.cpu().numpy(), np.array(lens, np.int32), len(lens))
-        work = DecodeWork.views([torch.from_numpy(array).to(CUDA) for array in plan.arrays], planner, done)[None]
+        arrays = planner.plan(np.array(lens, np.int32), len(lens))
+        work = DecodeWork.views([torch.from_numpy(array).to(CUDA) for array in arrays], planner, done)[None]
         return lambda: paged_decode(q, pages.keys, pages.values, pages.table, work, scale=DIM**-0.5)
 
     ours = microseconds([launch(pages) for pages in copies])

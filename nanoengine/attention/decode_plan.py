@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from nanoengine.attention.shared_prefix import PrefixBounds, SharedPrefixPlanner
+from nanoengine.attention.shared_prefix import PrefixBounds, PrefixPlan, SharedPrefixPlanner
 
 IntArray = npt.NDArray[np.int32]
 
@@ -25,8 +25,9 @@ processor of an H200."""
 
 _FINE = 4
 """One part in so many of the reading is cut so many times finer, and comes last, as shorter pieces do: it fills what
-the long ones leave at the end. In a simulation of the programs of an H200 that takes the time of 256 rows of 640 tokens
-from 1.27 to 1.19 of the ideal, of 145 of 600 to 1,500 from 1.23 to 1.10, of 64 of 900 to 1,800 from 1.28 to 1.15."""
+the long ones leave at the end. Simulated (tests/engine/test_kernels.py), the programs of an H200 take 1.19 times the
+ideal for 256 rows of 640 tokens where they took 1.27, 1.18 for 150 of 600 to 1,500 (1.21), 1.15 for 65 of 900 to 1,800
+(1.17)."""
 
 _GRAIN = 64  # tokens: no piece is cut finer than the kernel's smallest tile
 
@@ -42,14 +43,6 @@ class DecodeLayout:
     token_bytes: int  # keys and values of one token in one layer
     windows: tuple[int | None, ...]  # of the layers, each once
     share_prefixes: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """``arrays`` in the planner's order; ``shared``: whether rows read prefixes together."""
-
-    arrays: tuple[IntArray, ...]
-    shared: bool
 
 
 class DecodePlanner:
@@ -85,9 +78,12 @@ class DecodePlanner:
             shapes += self.prefix_bounds.shapes
         return shapes
 
-    def plan(self, table: IntArray, seq_lens: IntArray, size: int) -> DecodePlan:
-        """Plan the rows of ``table`` int32 [rows, width] and ``seq_lens`` int32 [rows] in arrays for ``size`` rows."""
-        prefixes = self._prefixes.plan(table, seq_lens) if self._prefixes is not None else None
+    def prefixes(self, table: IntArray, seq_lens: IntArray) -> PrefixPlan | None:
+        """Which of these rows read prefixes together, or None; ``table`` int32 [rows, width], ``seq_lens`` [rows]."""
+        return None if self._prefixes is None else self._prefixes.plan(table, seq_lens)
+
+    def plan(self, seq_lens: IntArray, size: int, prefixes: PrefixPlan | None = None) -> tuple[IntArray, ...]:
+        """Plan rows of ``seq_lens`` int32 [rows], in arrays for ``size`` rows; ``prefixes`` as found for them."""
         arrays: list[IntArray] = []
         for window in self.windows:
             first = np.zeros(len(seq_lens), np.int32)
@@ -96,9 +92,7 @@ class DecodePlanner:
             elif prefixes is not None:
                 first = prefixes.rows[1, : len(seq_lens)]
             arrays += divide(first, seq_lens, size, self._more, whole=window is not None or prefixes is None)
-        if prefixes is not None:
-            arrays += prefixes.arrays()
-        return DecodePlan(tuple(arrays), prefixes is not None)
+        return (*arrays, *(() if prefixes is None else prefixes.arrays()))
 
 
 def divide(first: IntArray, end: IntArray, size: int, more: int, *, whole: bool = True) -> tuple[IntArray, IntArray]:

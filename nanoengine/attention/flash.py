@@ -5,14 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanoengine.attention.base import AttentionSpec, Batch
-from nanoengine.attention.triton import TritonAttention
-from nanoengine.attention.varlen import VarlenPlan
+from nanoengine.attention.varlen import VarlenAttention, VarlenPlan
 
 _PAGE = 256
 """The library reads pages of multiples of this size; others are gathered first."""
 
 
-class FlashAttention(TritonAttention):
+class FlashAttention(VarlenAttention):
     """Needs the package flash-attn and a GPU of compute capability 8 or more; float16 and bfloat16.
 
     Raises:
@@ -26,9 +25,6 @@ class FlashAttention(TritonAttention):
         from flash_attn import flash_attn_varlen_func
 
         self._attend = flash_attn_varlen_func
-
-    def prepare(self, batch: Batch, block_size: int) -> VarlenPlan:
-        return VarlenPlan(batch, block_size)
 
     def prefill(
         self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, plan: object

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanoengine.attention.base import AttentionSpec, Batch
-from nanoengine.attention.triton import TritonAttention
-from nanoengine.attention.varlen import VarlenPlan
+from nanoengine.attention.varlen import VarlenAttention, VarlenPlan
 
 _LONG = 1024
 """Queries of a row below which our own kernel is used: launching the library's takes 170 us, and it is no faster there.
@@ -14,7 +13,7 @@ TFLOP/s on an H200, pages of 16, 16 query heads: 64 rows of 128 after 2,048 cach
 against 396."""
 
 
-class Flash4Attention(TritonAttention):
+class Flash4Attention(VarlenAttention):
     """Needs the package flash-attn-4 and a GPU of compute capability 9, 10 or 11; float16 and bfloat16.
 
     It compiles each kind of call (head size, window or none, pages or none) when it first sees it, in 3 to 4 seconds.
@@ -33,9 +32,6 @@ class Flash4Attention(TritonAttention):
         from flash_attn.cute import flash_attn_varlen_func
 
         self._attend = flash_attn_varlen_func
-
-    def prepare(self, batch: Batch, block_size: int) -> VarlenPlan:
-        return VarlenPlan(batch, block_size)
 
     def prefill(
         self, spec: AttentionSpec, q: Tensor, keys: Tensor, values: Tensor, batch: Batch, plan: object

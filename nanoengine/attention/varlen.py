@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.attention.base import Batch
+from nanoengine.attention.triton import TritonAttention
 
 _GATHER_TOKENS = 1 << 17
 """Most tokens of context gathered for a layer: bounds the workspace, at 8 heads of 128 in bfloat16 to 512 MiB."""
@@ -80,3 +81,10 @@ class VarlenPlan:
         position = torch.arange(total, device=row.device) - self.key_start[row]
         block = self.table[row, position // self._block_size].long()
         return Gathered(block * self._block_size + position % self._block_size, self.key_start)
+
+
+class VarlenAttention(TritonAttention):
+    """A backend whose prefill is a library's; ``prefill`` gets a ``VarlenPlan``."""
+
+    def prepare(self, batch: Batch, block_size: int) -> VarlenPlan:
+        return VarlenPlan(batch, block_size)

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm), both [T, size]; None is nothing to add."""
-        return self._ops.add_rms_norm(x, delta, self.weight, self.eps)
+        return self._ops.add_rms_norm(x, delta, self.norm)
 
     def slots(self, name: str) -> dict[str, Slot]:
         return {f"{name}.weight": into(self.weight)}

@@ -39,7 +39,7 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """x [T, in], weight [out, in], bias [out] -> [T, out], into ``out`` if it is given."""
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         """(x + delta, its RMSNorm), both [T, size]; ``delta`` None is nothing to add. May reuse x's memory.
 
         RMSNorm (arXiv 1910.07467) as transformers does it: normalised in float32, rounded to x's dtype, then
@@ -60,7 +60,7 @@ class Ops(Protocol):
         """(x + delta, ``swiglu`` of ``linear`` of its norm)."""
 
     def rope(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> object:
-        """What ``rope_and_store`` needs of the positions (int64 [T]), worked out once a step for all layers.
+        """What ``rope_and_store`` needs of the positions (int32 or int64 [T]), worked out once a step for all layers.
 
         ``table`` is float32 [max_position, head_dim]: cos of each frequency, then sin.
         """
@@ -71,8 +71,8 @@ class Ops(Protocol):
         """Normalise and rotate q and k, write k and v into the cache, return q [T, heads, head_dim].
 
         ``qkv`` is [T, (heads + 2 kv_heads) * head_dim], heads of q, then k, then v; ``keys`` and ``values`` are
-        [blocks, block_size, kv_heads, head_dim] in the cache's dtype; ``kv_slots`` int64 [T] says where each token
-        goes: block * block_size + offset.
+        [blocks, block_size, kv_heads, head_dim] in the cache's dtype; ``kv_slots`` int64 [T] (int32 too, if ``fused``)
+        says where each token goes: block * block_size + offset.
         """
 
 
@@ -86,10 +86,10 @@ class TorchOps(Ops):
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
         if delta is not None:
             x = x + delta
-        return x, _rms_norm(x, weight, eps)
+        return x, _rms_norm(x, norm.weight, norm.eps)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -98,7 +98,7 @@ class TorchOps(Ops):
     def norm_linear(
         self, x: Tensor, delta: Tensor | None, norm: Norm, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        x, normed = self.add_rms_norm(x, delta, norm.weight, norm.eps)
+        x, normed = self.add_rms_norm(x, delta, norm)
         return x, self.linear(normed, weight, bias)
 
     def norm_swiglu(

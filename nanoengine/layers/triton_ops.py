@@ -26,8 +26,8 @@ class TritonOps(TorchOps):
             return few_rows(x, weight, bias, out=out)[1]
         return super().linear(x, weight, bias, out)
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return x, add_rms_norm(x, delta, weight, eps)
+    def add_rms_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
+        return x, add_rms_norm(x, delta, norm.weight, norm.eps)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return swiglu(gate_up)

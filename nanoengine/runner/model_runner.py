@@ -102,7 +102,8 @@ class ModelRunner:
         rows, decodes = inputs.sampled_rows, step.num_decodes
         plans: tuple[IntArray, ...] = ()
         if self._planner is not None and decodes:
-            plans = self._planner.plan(step.block_table[:decodes], inputs.seq_lens[:decodes], decodes).arrays
+            prefixes = self._planner.prefixes(step.block_table[:decodes], inputs.seq_lens[:decodes])
+            plans = self._planner.plan(inputs.seq_lens[:decodes], decodes, prefixes)
         arrays = (
             inputs.query_start, inputs.seq_lens, step.block_table, inputs.positions, inputs.kv_slots, step.tokens,
             step.slots[:decodes], inputs.sampled_at, step.slots[rows], inputs.seq_lens[rows],
@@ -182,27 +183,23 @@ class ModelRunner:
         assert self._graphs is not None
         assert self._planner is not None
         rows = len(step.slots)
-        size = self._graphs.size(rows, variant=False)
+        prefixes = self._planner.prefixes(step.block_table, inputs.seq_lens)
+        shared = prefixes is not None
+        size = self._graphs.size(rows, shared)
         if size is None:
             return None
-        plan = self._planner.plan(step.block_table, inputs.seq_lens, size)
-        if plan.shared:
-            size = self._graphs.size(rows, variant=True)
-            assert size is not None
-            plan = self._planner.plan(step.block_table, inputs.seq_lens, size)
-        padding = size - rows
         arrays = (
-            np.pad(step.slots, (0, padding), constant_values=self._limits.rows),
-            np.pad(inputs.seq_lens, (0, padding)),
-            np.pad(inputs.positions, (0, padding)),
-            np.pad(inputs.kv_slots, (0, padding), constant_values=-1),
-            *plan.arrays,
+            _padded(step.slots, size, self._limits.rows),
+            _padded(inputs.seq_lens, size, 0),
+            _padded(inputs.positions, size, 0),
+            _padded(inputs.kv_slots, size, -1),
+            *self._planner.plan(inputs.seq_lens, size, prefixes),
             step.block_table,
         )
-        pads = self._pads if plan.shared or not self._planner.shares else self._pads[:-2]
+        pads = self._pads if shared or not self._planner.shares else self._pads[:-2]
         block_table = self._staging.send(arrays, pads)[-1]
         self._block_table[:rows, : block_table.shape[1]].copy_(block_table)
-        self._graphs.replay(size, plan.shared)
+        self._graphs.replay(size, shared)
         return self._logits[:rows]
 
     def _decode(self, rows: int, shared: bool) -> None:
@@ -227,6 +224,12 @@ class ModelRunner:
         logits = self._model.logits(hidden, self._logits[:rows])
         assert self._sampler.fused is not None
         self._sampler.fused(logits, slots, seq_lens, self._tokens[:rows], self._last_token)
+
+
+def _padded(array: IntArray, size: int, value: int) -> IntArray:
+    padded = np.full(size, value, np.int32)
+    padded[: len(array)] = array
+    return padded
 
 
 def _staging_words(limits: StepLimits, pads: Sequence[int]) -> int:

@@ -122,7 +122,7 @@ class Sampler:
         return rows["penalised"] | (rows["logprobs"] >= 0) | (positions < rows["stoppable_from"])
 
     def settings(self, slots: IntArray) -> IntArray:
-        """What the fused kernel has to know of these slots: int32 [n, SETTINGS], to be sent to ``fused.update``."""
+        """What the fused kernel has to know of these slots: int32 [n, 8], to be sent to ``fused.update``."""
         if self.fused is None:
             return np.empty((len(slots), 0), np.int32)
         rows = self._table[slots]

@@ -5,11 +5,23 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, Batch, DecodeWork, ForwardContext, KVCache
 from nanoengine.attention.decode_plan import DecodeLayout, DecodePlanner
+
+
+def planned(
+    planner: DecodePlanner, table: Tensor, lens: list[int], size: int | None = None
+) -> dict[int | None, DecodeWork]:
+    """A plan for these rows, in arrays for ``size`` rows, on the table's device."""
+    seq_lens = np.array(lens, np.int32)
+    arrays = planner.plan(seq_lens, size or len(lens), planner.prefixes(table.cpu().numpy(), seq_lens))
+    done = torch.zeros(1024, dtype=torch.int32, device=table.device)
+    return DecodeWork.views([torch.from_numpy(array).to(table.device) for array in arrays], planner, done)
+
 
 HOLE = float("nan")  # what fills the memory that nobody may read
 
@@ -87,13 +99,7 @@ class Pages:
         if decodes:
             layout = DecodeLayout(len(counts), heads, case.kv_heads, size, 1, (case.window,), share_prefixes=False)
             planner = DecodePlanner(layout)
-            table, seq_lens = self.batch.block_table.cpu().numpy(), self.batch.seq_lens.cpu().numpy()
-            arrays = planner.plan(table[:decodes], seq_lens[:decodes], decodes).arrays
-            work = DecodeWork.views(
-                [torch.from_numpy(array).to(device) for array in arrays],
-                planner,
-                torch.zeros(1024, dtype=torch.int32, device=device),
-            )
+            work = planned(planner, self.batch.block_table[:decodes], lens[:decodes])
             self.batch = replace(self.batch, work=work)
         self.spec = AttentionSpec(0, heads, case.kv_heads, case.head_dim, case.head_dim**-0.5, case.window)
 

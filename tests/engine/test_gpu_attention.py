@@ -6,18 +6,19 @@ import sys
 from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.engine.triton_device import DEVICE, DTYPES, add_up_rows_alike  # isort: skip  # before any kernel is defined
 
-from nanoengine.attention.base import AttentionBackend, DecodeWork, KVCache
+from nanoengine.attention.base import AttentionBackend, KVCache
 from nanoengine.attention.decode_plan import DecodeLayout, DecodePlanner
 from nanoengine.attention.flash import FlashAttention
 from nanoengine.attention.flash4 import Flash4Attention
 from nanoengine.attention.triton import TritonAttention
-from tests.engine.attention_cases import Case, Pages
+from tests.engine.attention_cases import Case, Pages, planned
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -81,13 +82,11 @@ def test_decode_as_a_graph_captures_it(deterministic: bool, monkeypatch: pytest.
     pages.batch.block_table[2, :2] = pages.batch.block_table[0, :2]
     pages.k[2][:8], pages.v[2][:8] = pages.k[0][:8], pages.v[0][:8]
     planner = DecodePlanner(DecodeLayout(4, 6, 2, 4, 10_000_000, (None,), share_prefixes=True))
-    plan = planner.plan(pages.batch.block_table.cpu().numpy(), pages.batch.seq_lens.cpu().numpy(), 3)
-    assert plan.arrays[3][1].tolist() == [8, 0, 8, 0]
-    work = DecodeWork.views(
-        [torch.from_numpy(array).to(DEVICE) for array in plan.arrays],
-        planner,
-        torch.zeros(1024, dtype=torch.int32, device=DEVICE),
-    )
+    lens = list(pages.batch.seq_lens_host)
+    prefixes = planner.prefixes(pages.batch.block_table.cpu().numpy(), np.array(lens, np.int32))
+    assert prefixes is not None
+    assert prefixes.rows[1].tolist() == [8, 0, 8, 0]
+    work = planned(planner, pages.batch.block_table, lens)
     pages.batch = replace(pages.batch, query_lens_host=(), seq_lens_host=(), work=work)
     found = pages.attend(TritonAttention(deterministic=deterministic))
     torch.testing.assert_close(found.double(), pages.naive(), atol=1e-5, rtol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 from tests.engine.triton_device import DEVICE, DTYPES, TOLERANCE  # isort: skip  # before any kernel is defined
 
 from nanoengine.attention import decode_plan
-from nanoengine.attention.base import DecodeWork
 from nanoengine.kernels.paged_decode import paged_decode, paged_decode_reference
+from tests.engine.attention_cases import planned
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,6 +75,21 @@ def test_a_plan_reads_every_position_once(lens: list[int], more: int, spare: int
     assert (used[:, 2] - used[:, 1]).max() <= fair + 64
 
 
+@pytest.mark.parametrize(
+    ("lens", "bound"), [([640] * 256, 1.2), ([*range(600, 1500, 6)], 1.19), ([*range(900, 1800, 14)], 1.16)]
+)
+def test_the_last_programs_end_together(lens: list[int], bound: float) -> None:
+    """Three programs on each of 132 processors, each taking the next piece as soon as it is free; starting one takes
+    as long as reading 60 tokens."""
+    planner = decode_plan.DecodePlanner(decode_plan.DecodeLayout(256, 16, 8, 16, 4096, (None,), share_prefixes=False))
+    items = planner.plan(np.array(lens, np.int32), len(lens))[0]
+    free = [0] * (3 * 132)
+    for _, begin, end, _ in items.tolist():
+        for _head in range(8 if end > begin else 0):
+            heapq.heapreplace(free, free[0] + end - begin + 60)
+    assert max(free) / (sum(lens) * 8 / len(free)) <= bound
+
+
 def test_fp8_pages() -> None:
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     check_decode([1, 40, 300], 4, 2, 64, 16, None, dtype, kv_dtype=torch.float8_e4m3fn)
@@ -109,13 +126,9 @@ def check_decode(
     q = torch.randn(len(lens), heads, dim, dtype=dtype, device=DEVICE)
     layout = decode_plan.DecodeLayout(8, heads, kv_heads, block_size, 4, (None, window), share_prefixes=False)
     planner = decode_plan.DecodePlanner(layout)
-    plan = planner.plan(table.cpu().numpy(), np.array(lens, np.int32), size or len(lens))
-    assert [array.shape for array in plan.arrays] == planner.shapes(size or len(lens), shared=False)
-    work = DecodeWork.views(
-        [torch.from_numpy(array).to(DEVICE) for array in plan.arrays],
-        planner,
-        torch.zeros(1024, dtype=torch.int32, device=DEVICE),
-    )[window]
+    arrays = planner.plan(np.array(lens, np.int32), size or len(lens))
+    assert [array.shape for array in arrays] == planner.shapes(size or len(lens), shared=False)
+    work = planned(planner, table, lens, size)[window]
     found = paged_decode(q, keys, values, table, work, scale=dim**-0.5)
     expected = paged_decode_reference(q, keys, values, table, lengths, scale=dim**-0.5, window=window)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

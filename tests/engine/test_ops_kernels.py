@@ -19,7 +19,7 @@ if DEVICE.type == "cpu":
 
 from nanoengine.errors import ModelLoadError  # noqa: E402
 from nanoengine.layers import select  # noqa: E402
-from nanoengine.layers.ops import HeadNorms, TorchOps  # noqa: E402
+from nanoengine.layers.ops import HeadNorms, Norm, TorchOps  # noqa: E402
 from nanoengine.layers.select import select_ops  # noqa: E402
 from nanoengine.layers.triton_ops import DeterministicOps, TritonOps  # noqa: E402
 from nanoengine.models.config import load_model_config  # noqa: E402
@@ -54,8 +54,8 @@ def test_add_rms_norm(dtype: torch.dtype, rows: int, size: int) -> None:
     x, delta = normal(rows, size, dtype=dtype), 3 * normal(rows, size, dtype=dtype)
     weight = 1 + normal(size, dtype=dtype) / 4
     for added in (None, delta):
-        expected = TorchOps().add_rms_norm(x, added, weight, 1e-5)
-        found = TritonOps().add_rms_norm(x.clone(), added, weight, 1e-5)
+        expected = TorchOps().add_rms_norm(x, added, Norm(weight, 1e-5))
+        found = TritonOps().add_rms_norm(x.clone(), added, Norm(weight, 1e-5))
         assert torch.equal(found[0], expected[0])
         assert_close(found[1], expected[1])
 
@@ -63,9 +63,11 @@ def test_add_rms_norm(dtype: torch.dtype, rows: int, size: int) -> None:
 def test_the_norm_of_a_row_does_not_depend_on_its_company() -> None:
     torch.manual_seed(0)
     x, weight = normal(9, 72, dtype=torch.bfloat16), normal(72, dtype=torch.bfloat16)
-    _, together = TritonOps().add_rms_norm(x, None, weight, 1e-5)
+    _, together = TritonOps().add_rms_norm(x, None, Norm(weight, 1e-5))
     for i in range(9):
-        assert torch.equal(TritonOps().add_rms_norm(x[i : i + 1].clone(), None, weight, 1e-5)[1], together[i : i + 1])
+        assert torch.equal(
+            TritonOps().add_rms_norm(x[i : i + 1].clone(), None, Norm(weight, 1e-5))[1], together[i : i + 1]
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,10 +12,10 @@ import torch
 from tests.engine.triton_device import DEVICE, DTYPES, TOLERANCE  # isort: skip  # before any kernel is defined
 
 from nanoengine.attention import shared_prefix
-from nanoengine.attention.base import DecodeWork
 from nanoengine.attention.decode_plan import DecodeLayout, DecodePlanner
 from nanoengine.attention.shared_prefix import IntArray, PrefixBounds, PrefixPlan, SharedPrefixPlanner
 from nanoengine.kernels.paged_decode import paged_decode, paged_decode_reference
+from tests.engine.attention_cases import planned
 
 BLOCK = 4
 
@@ -204,17 +204,13 @@ def test_kernel(
     seq_lens = np.array(lens, np.int32)
     layout = DecodeLayout(len(lens) + 3, heads, kv_heads, BLOCK, 1, (None,), share_prefixes=True)
     plans = DecodePlanner(layout)
-    plan = plans.plan(numbers, seq_lens, len(lens) + 2)
-    assert plan.shared
-    assert set(plan.arrays[3][1].tolist()) == {0, 28}
+    prefixes = plans.prefixes(numbers, seq_lens)
+    assert prefixes is not None
+    assert set(prefixes.rows[1].tolist()) == {0, 28}
     keys, values = (torch.randn(numbers.size, BLOCK, kv_heads, dim, dtype=dtype, device=DEVICE) for _ in range(2))
     q = torch.randn(len(lens), heads, dim, dtype=dtype, device=DEVICE)
     table, lengths = torch.from_numpy(numbers).to(DEVICE), torch.from_numpy(seq_lens).to(DEVICE)
     expected = paged_decode_reference(q, keys, values, table, lengths, scale=dim**-0.5, window=None)
-    work = DecodeWork.views(
-        [torch.from_numpy(array).to(DEVICE) for array in plan.arrays],
-        plans,
-        torch.zeros(1024, dtype=torch.int32, device=DEVICE),
-    )[None]
+    work = planned(plans, table, lens, len(lens) + 2)[None]
     found = paged_decode(q, keys, values, table, work, scale=dim**-0.5)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
