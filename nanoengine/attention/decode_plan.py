@@ -91,16 +91,15 @@ class DecodePlanner:
                 first = np.maximum(seq_lens - window, 0)
             elif prefixes is not None:
                 first = prefixes.rows[1, : len(seq_lens)]
-            arrays += divide(first, seq_lens, size, self._more, whole=window is not None or prefixes is None)
+            arrays += divide(first, seq_lens, size, self._more)
         return (*arrays, *(() if prefixes is None else prefixes.arrays()))
 
 
-def divide(first: IntArray, end: IntArray, size: int, more: int, *, whole: bool = True) -> tuple[IntArray, IntArray]:
+def divide(first: IntArray, end: IntArray, size: int, more: int) -> tuple[IntArray, IntArray]:
     """Divide positions ``first`` to ``end`` of each row; gives ``items`` and ``rows`` of a plan.
 
     ``more`` is about how many pieces of equal length all of it would make; no more than twice that are added to one a
     row.
-    Unless ``whole``, a row with ``first`` above 0 has a part in its one piece too, as it has others elsewhere.
     """
     lengths = end - first
     total = int(lengths.sum())
@@ -116,7 +115,7 @@ def divide(first: IntArray, end: IntArray, size: int, more: int, *, whole: bool 
     begins = first[row] + number * span[row]
     ends = np.minimum(begins + span[row], end[row])
 
-    parts = np.where((pieces > 1) | ((first > 0) & (not whole)), pieces, 0)
+    parts = np.where(pieces > 1, pieces, 0)
     first_part = np.cumsum(parts) - parts
     part = np.where(parts[row] > 0, first_part[row] + number, -1)
 

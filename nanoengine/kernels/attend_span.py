@@ -12,6 +12,9 @@ LOG2E = 1.4426950408889634
 @triton.jit
 def attend_span(  # type: ignore[no-untyped-def]
     q,
+    best,
+    total,
+    out,
     k_ptr,
     v_ptr,
     table_ptr,
@@ -24,18 +27,16 @@ def attend_span(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention of q [LANES, DIM_PAD] to positions [begin, end) of the row whose block table is at ``table_ptr``.
+    """Attention of q [lanes, DIM_PAD] to positions [begin, end) of the row whose block table is at ``table_ptr``.
 
-    Returns its output, normalised, and the log2 of the sum of its weights; 0 and -inf of an empty span.
+    It goes on from a state: the largest score so far, the sum of weights relative to it, and the weighted values (-inf,
+    0, 0 before any). Returns its output, normalised, and the log2 of the sum of its weights; 0 and -inf of an empty
+    span.
     """
     dims = tl.arange(0, DIM_PAD)
-    best = tl.full((LANES,), float("-inf"), tl.float32)
-    total = tl.zeros((LANES,), tl.float32)
-    out = tl.zeros((LANES, DIM_PAD), tl.float32)
     for start in tl.range(begin, end, TILE, num_stages=STAGES):
         at = start + tl.arange(0, TILE)
         seen = at < end

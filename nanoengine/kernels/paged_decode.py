@@ -3,8 +3,9 @@
 One query token a row. A program takes one piece of a row's context, as the plan of attention/decode_plan.py says, and
 one key-value head; the query heads that share it are packed into one tile, so that keys and values are read once for
 all of them. The program that is the last of a row to be done merges its pieces by their log-sum-exp (Flash-Decoding,
-Dao et al., 2023), and with them those of a prefix that rows have read together (kernels/shared_prefix_decode.py): a
-kernel of its own for that took 15 to 20 us a layer at 256 rows, of which few are divided.
+Dao et al., 2023): a kernel of its own for that took 15 to 20 us a layer at 256 rows, of which few are divided. What a
+row has in a prefix that rows have read together (kernels/shared_prefix_decode.py) is the state that its first piece
+begins with.
 """
 
 from __future__ import annotations
@@ -19,53 +20,18 @@ from nanoengine.kernels.attend_span import LOG2E, attend_span
 from nanoengine.kernels.dependent import options, start_next, wait
 from nanoengine.kernels.shared_prefix_decode import attend_prefixes
 
-_MANY_ROWS = 384
-"""From so many rows on tiles are small and two of them under way, which suits short rows; below, rows may be long.
+_TILE, _STAGES, _WARPS = 64, 5, 2
+"""Tokens of a turn of the loop, stages, warps. Two tiles are under way while one is computed, as addresses come from
+the block table, which is loaded too; with two warps little is exchanged between them.
 
-In TB/s on an H200, for (tile, stages) of (128, 2), (64, 5) and (32, 5): 1,024 rows of 128 to 256 tokens 3.70, 3.50,
-3.95; 256 of 200 to 1,400 4.15, 4.14, 4.17; 64 of 8k 4.33, 4.30, 3.97; 64 of 620 2.89, 2.61, 2.63. Two tiles under way
-take 5 stages, as addresses come from the block table, which is loaded too."""
+TB/s on an H200 for (tile, stages, warps) of (64, 5, 2), (32, 7, 1), (64, 5, 4), (128, 2, 4): 256 rows of 200 to 1,400
+tokens 4.22, 4.23, 4.03, 3.99; 64 of 8k 4.37, 4.42, 4.27, 4.32; 64 of 620 2.98, 2.93, 2.59, 2.68; us for one row of 600:
+7.2, 8.3, 9.0, 9.3."""
 
-
-@triton.jit
-def _add(  # type: ignore[no-untyped-def]
-    best,
-    total,
-    out,
-    parts_ptr,
-    lse_ptr,
-    first_entry,
-    step,
-    count,
-    head,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,  # parts taken at a time
-):
-    """Add ``count`` parts to the running maximum, total and output of one row and head."""
-    dims = tl.arange(0, DIM_PAD)
-    for start in range(0, count, CHUNK):
-        number = start + tl.arange(0, CHUNK)
-        part = (first_entry + number * step) * HEADS + head
-        # Past the first-level cache, which may hold what was there before another processor wrote it.
-        lse = tl.load(lse_ptr + part, mask=number < count, other=float("-inf"), cache_modifier=".cg")
-        parts = tl.load(
-            parts_ptr + part[:, None] * DIM + dims[None, :],
-            mask=(number[:, None] < count) & (dims[None, :] < DIM),
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_best = tl.maximum(best, tl.max(lse, 0))
-        decay = tl.exp2(best - new_best)
-        weights = tl.exp2(lse - new_best)
-        total = total * decay + tl.sum(weights, 0)
-        out = out * decay + tl.sum(parts * weights[:, None], 0)
-        best = new_best
-    return best, total, out
+_CHUNK = 16  # pieces merged at a time
 
 
-@triton.jit(do_not_specialize=["table_stride", "own", "entries", "size", "max_rows"])
+@triton.jit(do_not_specialize=["table_stride", "entries", "size", "max_rows"])
 def _decode(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
@@ -73,15 +39,15 @@ def _decode(  # type: ignore[no-untyped-def]
     table_ptr,
     items_ptr,  # int32 [items, 4] and
     rows_ptr,  # int32 [2, size], as of DecodePlanner
-    shared_ptr,  # int32 [5, max_rows], as of PrefixPlan.rows
     done_ptr,  # int32 [rows, KV_HEADS]: pieces of a row that are done; 0 before and after
+    shared_ptr,  # int32 [5, max_rows], as of PrefixPlan.rows
+    prefix_ptr,  # float32, as of attend_prefixes
     out_ptr,
     parts_ptr,  # float32: outputs [entries, heads, dim], then log2 of the sums of weights [entries, heads]
     scale_log2,
     kv_block_stride,
     kv_token_stride,
     table_stride,
-    own,  # entries of parts before those of shared prefixes
     entries,
     size,
     max_rows,
@@ -106,18 +72,33 @@ def _decode(  # type: ignore[no-untyped-def]
     begin = tl.load(items_ptr + 1)
     end = tl.load(items_ptr + 2)
     piece = tl.load(items_ptr + 3)
+    if SHARED:
+        prefix = tl.load(shared_ptr + max_rows + row)
     wait(PDL)
     if begin >= end:
         return
 
     group = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, DIM_PAD)
-    in_q = (group[:, None] < GROUP) & (dims[None, :] < DIM)
-    heads = head * GROUP + group
-    q_at = (row * HEADS + heads[:, None]) * DIM + dims[None, :]
+    in_group = group < GROUP
+    in_q = in_group[:, None] & (dims[None, :] < DIM)
+    heads = row * HEADS + head * GROUP + group
+    q_at = heads[:, None] * DIM + dims[None, :]
     q = tl.load(q_ptr + q_at, mask=in_q, other=0.0)
+    best = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
+    out = tl.zeros((GROUP_PAD, DIM_PAD), tl.float32)
+    if SHARED:
+        continues = (prefix > 0) & (begin == prefix)
+        lse_ptr = prefix_ptr + max_rows.to(tl.int64) * HEADS * DIM
+        best = tl.load(lse_ptr + heads, mask=in_group & continues, other=float("-inf"))
+        total = tl.where(in_group & continues, 1.0, 0.0)
+        out = tl.load(prefix_ptr + q_at, mask=in_q & continues, other=0.0)
     out, lse = attend_span(
         q,
+        best,
+        total,
+        out,
         k_ptr,
         v_ptr,
         table_ptr + row * table_stride,
@@ -130,7 +111,6 @@ def _decode(  # type: ignore[no-untyped-def]
         DIM,
         DIM_PAD,
         BLOCK,
-        GROUP_PAD,
         TILE,
         STAGES,
     )
@@ -138,10 +118,10 @@ def _decode(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=in_q)
         return
 
-    part = piece.to(tl.int64) * HEADS + heads
-    tl.store(parts_ptr + part[:, None] * DIM + dims[None, :], out, mask=in_q)
     lse_ptr = parts_ptr + entries.to(tl.int64) * HEADS * DIM
-    tl.store(lse_ptr + part, lse, mask=group < GROUP)
+    part = piece.to(tl.int64) * HEADS + head * GROUP + group
+    tl.store(parts_ptr + part[:, None] * DIM + dims[None, :], out, mask=in_q)
+    tl.store(lse_ptr + part, lse, mask=in_group)
     pieces = tl.load(rows_ptr + size + row)
     done_ptr += row * KV_HEADS + head
     tl.debug_barrier()  # all threads have written before one of them says so
@@ -151,21 +131,28 @@ def _decode(  # type: ignore[no-untyped-def]
         first = tl.load(rows_ptr + row).to(tl.int64)
         for member in tl.static_range(GROUP):
             mine = head * GROUP + member
-            best = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
-            total = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
+            most = tl.max(tl.full((CHUNK,), float("-inf"), tl.float32), 0)
+            weight = tl.sum(tl.zeros((CHUNK,), tl.float32), 0)
             merged = tl.zeros((DIM_PAD,), tl.float32)
-            best, total, merged = _add(
-                best, total, merged, parts_ptr, lse_ptr, first, 1, pieces, mine, HEADS, DIM, DIM_PAD, CHUNK
-            )
-            if SHARED:
-                others = tl.load(shared_ptr + 3 * max_rows + row)
-                entry = own + tl.load(shared_ptr + 2 * max_rows + row).to(tl.int64)
-                step = tl.load(shared_ptr + 4 * max_rows + row)
-                best, total, merged = _add(
-                    best, total, merged, parts_ptr, lse_ptr, entry, step, others, mine, HEADS, DIM, DIM_PAD, CHUNK
+            for start in range(0, pieces, CHUNK):
+                number = start + tl.arange(0, CHUNK)
+                entry = (first + number) * HEADS + mine
+                # Past the first-level cache, which may hold what was there before another processor wrote it.
+                sums = tl.load(lse_ptr + entry, mask=number < pieces, other=float("-inf"), cache_modifier=".cg")
+                outs = tl.load(
+                    parts_ptr + entry[:, None] * DIM + dims[None, :],
+                    mask=(number[:, None] < pieces) & (dims[None, :] < DIM),
+                    other=0.0,
+                    cache_modifier=".cg",
                 )
+                new_most = tl.maximum(most, tl.max(sums, 0))
+                decay = tl.exp2(most - new_most)
+                weights = tl.exp2(sums - new_most)
+                weight = weight * decay + tl.sum(weights, 0)
+                merged = merged * decay + tl.sum(outs * weights[:, None], 0)
+                most = new_most
             at = (row * HEADS + mine) * DIM + dims
-            tl.store(out_ptr + at, (merged / total).to(out_ptr.dtype.element_ty), mask=dims < DIM)
+            tl.store(out_ptr + at, (merged / weight).to(out_ptr.dtype.element_ty), mask=dims < DIM)
 
 
 def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: DecodeWork, *, scale: float) -> Tensor:
@@ -179,36 +166,34 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: D
     block_size, kv_heads = keys.shape[1:3]
     q = q.contiguous()
     out = torch.empty_like(q)
-    own = entries = len(work.items)  # no piece has more than one part
-    shared = work.shared
-    if shared is not None:
-        entries += shared.parts
+    entries = len(work.items)  # no piece has more than one part
     parts = torch.empty(entries * heads * (dim + 1), dtype=torch.float32, device=q.device)
+    shared, rows, prefix, max_rows = work.shared, work.rows, parts, 0
     if shared is not None:
-        attend_prefixes(q, keys, values, table, shared, parts, scale=scale, first_entry=own, entries=entries)
+        prefix = attend_prefixes(q, keys, values, table, shared, work.done, scale=scale)
+        rows, max_rows = shared.rows, shared.rows.shape[1]
     dim_pad = max(16, triton.next_power_of_2(dim))  # 16: the least that a tensor core multiplies, in rows and columns
     # float32, which no tensor core multiplies as it is, goes through registers, which hold less.
-    largest, stages = (32, 5) if len(q) >= _MANY_ROWS else (128, 2)
-    tile = max(16, min(largest, (largest * 128 if q.element_size() == 2 else 4096) // dim_pad))
-    _decode[(kv_heads, len(work.items))](
+    tile = max(16, min(_TILE, (_TILE * 128 if q.element_size() == 2 else 4096) // dim_pad))
+    _decode[(kv_heads, entries)](
         q,
         keys,
         values,
         table,
         work.items,
         work.rows,
-        work.rows if shared is None else shared.rows,
         work.done,
+        rows,
+        prefix,
         out,
         parts,
         scale * LOG2E,
         keys.stride(0),
         keys.stride(1),
         table.stride(0),
-        own,
         entries,
         work.rows.shape[1],
-        0 if shared is None else shared.rows.shape[1],
+        max_rows,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
@@ -217,9 +202,9 @@ def paged_decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, work: D
         BLOCK=block_size,
         SHARED=shared is not None,
         TILE=tile,
-        STAGES=stages,
-        CHUNK=16,
-        num_warps=4,
+        STAGES=_STAGES,
+        CHUNK=_CHUNK,
+        num_warps=_WARPS,
         **options(q.device),
     )
     return out

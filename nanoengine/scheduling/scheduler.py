@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanoengine.cache.blocks import BlockPool
-from nanoengine.cache.prefix import block_key, root_key
+from nanoengine.cache.prefix import block_keys, root_key
 from nanoengine.errors import InvalidRequestError
 from nanoengine.outputs import FinishReason
 from nanoengine.request import check_request
@@ -404,19 +404,20 @@ class Scheduler:
         slots.publish_at[slot] = (full + 1) * block_size
 
     def _prompt_keys(self, seq: Sequence, count: int) -> Iterator[bytes]:
-        """Keys of the first ``count`` blocks, each worked out when it is asked for: those who wait need but one."""
-        for i in range(count):
-            if i == len(seq.block_keys):
-                self._extend_block_keys(seq, seq.tokens, (i + 1) * self.limits.block_size)
-            yield seq.block_keys[i]
+        """Keys of the first ``count`` blocks, worked out a few ahead of what is asked for: those who wait need one."""
+        done = 0
+        while done < count:
+            if done == len(seq.block_keys):
+                self._extend_block_keys(seq, seq.tokens, min(count, 2 * done + 1) * self.limits.block_size)
+            known = seq.block_keys[done:count]
+            yield from known
+            done += len(known)
 
     def _extend_block_keys(self, seq: Sequence, tokens: IntArray, length: int) -> None:
         """Work out the keys of the full blocks within ``tokens[:length]`` that are not known yet."""
         keys, block_size = seq.block_keys, self.limits.block_size
         parent = keys[-1] if keys else seq.root
-        for start in range(len(keys) * block_size, length - block_size + 1, block_size):
-            parent = block_key(parent, tokens[start : start + block_size])
-            keys.append(parent)
+        keys += block_keys(parent, tokens[len(keys) * block_size : length], block_size)
 
     # -- leaving -------------------------------------------------------------------------------------------------
 

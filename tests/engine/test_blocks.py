@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nanoengine.cache.blocks import BlockPool
-from nanoengine.cache.prefix import block_key, root_key
+from nanoengine.cache.prefix import block_keys, root_key
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -23,10 +23,12 @@ def published(pool: BlockPool, *keys: bytes) -> list[int]:
 
 def test_a_key_stands_for_the_whole_prefix() -> None:
     root = root_key("model")
-    chain = block_key(block_key(root, ids(1, 2)), ids(3, 4))
-    assert chain == block_key(block_key(root, ids(1, 2)), ids(3, 4))
-    assert chain != block_key(block_key(root, ids(1, 9)), ids(3, 4))
-    assert chain != block_key(root, ids(3, 4))
+    first, second = block_keys(root, ids(1, 2, 3, 4, 5), 2)
+    assert [first] == block_keys(root, ids(1, 2), 2)
+    assert [second] == block_keys(first, ids(3, 4), 2)
+    assert block_keys(root, ids(1, 9, 3, 4), 2)[1] != second
+    assert block_keys(root, ids(3, 4), 2) != [second]
+    assert block_keys(root, ids(1), 2) == []
 
 
 @pytest.mark.parametrize("other", [("b", "", ""), ("a", "adapter", ""), ("a", "", "salt"), ("", "a", "")])
