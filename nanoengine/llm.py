@@ -52,23 +52,23 @@ class LLM:
 
         Raises ``InvalidRequestError`` before anything is computed if one of them can never be served.
         """
-        batch = [
-            prompt if not isinstance(prompt, str) else self.tokenizer.encode(prompt) for prompt in _as_batch(prompts)
+        arrays = [
+            token_array(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            for prompt in _as_batch(prompts)
         ]
-        arrays = [token_array(prompt) for prompt in batch]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(batch)
+            params = [sampling_params or SamplingParams()] * len(arrays)
         else:
             params = list(sampling_params)
-            if len(params) != len(batch):
+            if len(params) != len(arrays):
                 raise InvalidRequestError(
-                    f"{len(batch)} prompts, but {len(params)} sampling parameters: give one or each"
+                    f"{len(arrays)} prompts, but {len(params)} sampling parameters: give one or each"
                 )
         info = self.engine.info
         for array, each in zip(arrays, params, strict=True):
             check_request(array, each, info.max_model_len, info.vocab_size)
-        answers = _Answers(self.tokenizer, batch, params, info.max_model_len)
-        keys = range(self._next_key, self._next_key + len(batch))
+        answers = _Answers(self.tokenizer, arrays, params, info.max_model_len)
+        keys = range(self._next_key, self._next_key + len(arrays))
         self._next_key = keys.stop
         for key, array, each in zip(keys, arrays, params, strict=True):
             self.engine.add(key, array, each)
@@ -118,7 +118,7 @@ class _Answers:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[IntArray],
         params: Sequence[SamplingParams],
         max_model_len: int,
     ) -> None:
@@ -176,7 +176,7 @@ class _Answers:
             return False
         with_logprobs = delta.logprobs is not None
         self.completions[index] = Completion(
-            prompt_token_ids=list(map(int, self._prompts[index])),
+            prompt_token_ids=self._prompts[index].tolist(),
             token_ids=[token for d in deltas for token in d.token_ids],
             text="".join(d.text for d in deltas),
             finish_reason=delta.finish_reason,

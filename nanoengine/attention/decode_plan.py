@@ -19,13 +19,14 @@ from nanoengine.attention.shared_prefix import PrefixBounds, PrefixPlan, SharedP
 
 IntArray = npt.NDArray[np.int32]
 
-_PROGRAMS = 528
-"""Pieces, over all key-value heads, that a step's reading is divided into, if the rows are long enough: 4 for each
-processor of an H200."""
+_PROGRAMS = 396
+"""Pieces, over all key-value heads, that a step's reading is divided into, if the rows are long enough: 3 for each
+processor of an H200, which are as many as run at once. With 528 and 792, 256 rows of 640 tokens take 164 and 162 us in
+place of 158, 64 of 620 take 54 in place of 47."""
 
 _FINE = 4
 """One part in so many of the reading is cut so many times finer, and comes last, as shorter pieces do: it fills what
-the long ones leave at the end. Simulated (tests/engine/test_kernels.py), the programs of an H200 take 1.19 times the
+the long ones leave at the end. Simulated (tests/engine/test_kernels.py), the programs of an H200 take 1.XX times the
 ideal for 256 rows of 640 tokens where they took 1.27, 1.18 for 150 of 600 to 1,500 (1.21), 1.15 for 65 of 900 to 1,800
 (1.17)."""
 
