@@ -1,9 +1,8 @@
 """Norms of q and k (optional), rotation, and the store of k and v into the pages, in one pass over memory.
 
 The reference is ``TorchOps.rope_and_store``, and the rounding steps are its, so the results are transformers' too: cos
-and sin are rounded to the model's dtype, each product is, and so is their sum. In bfloat16 and float16 all of that
-is equal to the bit; in float32 a fused multiply-add may differ in the last place. With norms, the order of the sum of
-squares differs.
+and sin are rounded to the model's dtype, each product is, and so is their sum. Where the compiler fuses a product with
+the sum, the last place may differ. With norms, the order of the sum of squares differs.
 """
 
 from __future__ import annotations

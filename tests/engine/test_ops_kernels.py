@@ -114,8 +114,9 @@ def test_rope_and_store(dtype: torch.dtype, shape: tuple[int, int, int], tokens:
     found = rope_case(TritonOps(), dtype, shape, tokens, norm)
     expected = rope_case(TorchOps(), dtype, shape, tokens, norm)
     for mine, theirs in zip(found, expected, strict=True):
-        if norm or dtype == torch.float32:
-            # What rotates may cancel: the last place is that of the larger of the pair.
+        if norm or dtype == torch.float32 or DEVICE.type == "cuda":
+            # What rotates may cancel: the last place is that of the larger of the pair. The compiler makes one
+            # operation of a product and the sum, where the interpreter rounds between them as torch does.
             torch.testing.assert_close(mine, theirs, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         else:
             assert torch.equal(mine, theirs)
