@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from nanoengine.errors import InvalidRequestError
+from nanoengine.structured.grammar import Grammar
 
 _MAX_INT = 2**31 - 1
 _MAX_STOPS = 64  # stop strings, or stop token ids: each costs a little at every token
@@ -36,6 +37,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True  # off: token ids only, no text, no stop strings
     logprobs: int | None = None  # also return the log-probability of each token and of this many likeliest
+    structured: Grammar | None = None  # the answer matches it: then end of sequence is all that can be sampled
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -72,6 +74,8 @@ class SamplingParams:
             rule = f"at most max_tokens ({self.max_tokens})"
             _check(self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
         self._check_stops()
+        ok = self.structured is None or isinstance(self.structured, Grammar)
+        _check(ok, "structured", "a Grammar", self.structured)
 
     def _check_range(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

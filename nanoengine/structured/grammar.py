@@ -1,0 +1,73 @@
+"""Grammar: what an answer has to match, as a request says it. No torch, no grammar library: the ingress imports it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from nanoengine.errors import InvalidRequestError
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+MAX_TEXT = 1 << 18  # characters: what a schema of thousands of fields takes
+MAX_CHOICES = 4096
+_MAX_DEPTH = 64  # of nesting in a schema: libraries recurse where it nests
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """An answer must match this, whole. Equal grammars are compiled once.
+
+    Raises ``InvalidRequestError`` (``param`` is "structured_outputs") for what can be seen to be wrong without
+    compiling it; the rest is found by the engine, before the first token.
+    """
+
+    kind: Kind
+    text: str = ""  # JSON Schema; "" for json_object; a regular expression; a JSON list of strings; Lark or GBNF
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise refused(f"kind must be one of {', '.join(get_args(Kind))}")
+        if not isinstance(self.text, str) or len(self.text) > MAX_TEXT:
+            raise refused(f"{self.kind} must be a text of at most {MAX_TEXT} characters")
+        try:
+            self.text.encode()
+        except UnicodeEncodeError:
+            raise refused(f"{self.kind} holds half of a surrogate pair (\\ud800 to \\udfff)") from None
+        if self.kind in ("json_schema", "choice"):
+            self._check_json()
+        elif (self.kind == "json_object") != (self.text == ""):
+            raise refused(f"{self.kind} must {'have no text' if self.text else 'not be empty'}")
+
+    def _check_json(self) -> None:
+        try:
+            value = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise refused(f"{self.kind} is not valid JSON: {error}") from None
+        if self.kind == "choice":
+            strings = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+            if not strings or not 0 < len(value) <= MAX_CHOICES:
+                raise refused(f"choice must be a list of 1 to {MAX_CHOICES} strings that are not empty")
+        elif not isinstance(value, (dict, bool)):
+            raise refused("json_schema must be an object, true or false")
+        elif _depth(value) > _MAX_DEPTH:
+            raise refused(f"json_schema is nested deeper than {_MAX_DEPTH} levels")
+
+
+def refused(message: str) -> InvalidRequestError:
+    """The error for a grammar that cannot be served."""
+    return InvalidRequestError(message, param="structured_outputs", code="invalid_grammar")
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            child
+            for item in level
+            if isinstance(item, (dict, list))
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    return depth
