@@ -22,9 +22,9 @@ from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.policies import POLICIES
 from nanoengine.scheduling.scheduler import Finished, Limits, Retired, Scheduler
 from nanoengine.scheduling.step import IntArray, KeyArray, Step
-from nanoengine.structured.compiler import Compiled, Compiler
+from nanoengine.structured.compiler import Compiled, Compiler, GrammarError
 from nanoengine.structured.constraints import Constraints
-from nanoengine.structured.grammar import refused as refused_grammar
+from nanoengine.structured.grammar import Grammar
 from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import resolve_model
 
@@ -115,7 +115,7 @@ class Engine:
     def check_grammar(self, params: SamplingParams) -> None:
         """Compile what ``params`` ask for, and wait for it. Raises ``InvalidRequestError``."""
         if params.structured is not None or params.bad_words:
-            _compiled(self._compile(params), _COMPILE_SECONDS)
+            _compiled(self._compile(params), params, _COMPILE_SECONDS)
 
     def abort(self, key: int) -> None:
         """End a request in whatever state it is; unknown keys are ignored, since it may just have ended by itself."""
@@ -171,13 +171,14 @@ class Engine:
     def _advance(self, step: Step, retired: Retired) -> list[tuple[int, InvalidRequestError]]:
         """Let constraints follow what a step brought; returns the requests that have to end for it."""
         ours = np.isin(retired.rows, step.constrained)
-        failed = self._constraints.advance(retired.keys[ours].tolist(), retired.tokens[ours].tolist())
+        stuck = self._constraints.advance(retired.keys[ours].tolist(), retired.tokens[ours].tolist())
+        failed = {key: _dead_end(grammar) for key, grammar in stuck}
         for end in retired.finished:
             self._constraints.drop(end.key)
             self._finished["abort"] += end.key in failed
         for key in failed:
             self.abort(key)
-        return [(key, _dead_end()) for key in failed]
+        return list(failed.items())
 
     def _add_compiled(self) -> list[tuple[int, InvalidRequestError]]:
         """Queue requests whose grammar is ready; returns those whose grammar is at fault."""
@@ -187,7 +188,7 @@ class Engine:
                 continue
             del self._compiling[key]
             try:
-                compiled = _compiled(one.compiled, 0)
+                compiled = _compiled(one.compiled, one.params, 0)
                 self._scheduler.add(key, one.prompt, one.params, priority=one.priority, cache_salt=one.cache_salt)
             except InvalidRequestError as error:
                 refused.append((key, error))
@@ -232,16 +233,24 @@ def _started(step: Step) -> list[tuple[int, int]]:
     return [(a.key, a.cached_tokens) for a in step.admissions if not len(a.output)]
 
 
-def _compiled(future: Future[Compiled], timeout: float) -> Compiled:
-    """Its result. Raises ``InvalidRequestError``, also for one that takes too long: it is cached when it comes."""
+def _compiled(future: Future[Compiled], params: SamplingParams, timeout: float) -> Compiled:
+    """Its result. Raises ``InvalidRequestError``, also where it takes too long: it is cached when it comes."""
     try:
         return future.result(timeout)
+    except GrammarError as error:
+        raise _refusal(params, str(error)) from None
     except TimeoutError:
-        raise refused_grammar(f"the grammar takes longer than {_COMPILE_SECONDS:g} s to compile: simplify it") from None
+        raise _refusal(params, f"takes longer than {_COMPILE_SECONDS:g} s to compile: simplify it") from None
 
 
-def _dead_end() -> InvalidRequestError:
-    return refused_grammar(
-        "the answer came to a point from which it could not go on as its grammar demands: the grammar is too complex, "
-        "or stop_token_ids, bad_words, allowed_token_ids or logit_bias forbid all that it allows"
+def _refusal(params: SamplingParams, reason: str) -> InvalidRequestError:
+    if params.structured is not None:
+        return params.structured.refused(reason)
+    return InvalidRequestError(f"bad_words: {reason}", param="bad_words")
+
+
+def _dead_end(grammar: Grammar) -> InvalidRequestError:
+    return grammar.refused(
+        "the answer came to a point from which it could not go on: the grammar is too complex, or stop_token_ids, "
+        "bad_words, allowed_token_ids or logit_bias forbid all that it allows"
     )

@@ -22,9 +22,9 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from nanoengine.errors import InvalidRequestError, ModelLoadError
+from nanoengine.errors import ModelLoadError
 from nanoengine.sampling.params import SamplingParams
-from nanoengine.structured.grammar import Grammar, refused
+from nanoengine.structured.grammar import Grammar
 from nanoengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("nanoengine")
@@ -39,6 +39,10 @@ _MAX_DETAIL = 400  # characters of the library's explanation
 # A model that may put any amount of space between two tokens of JSON can do so for ever, and does at times. This lets
 # it write one space or an indented line, as models do, and no more.
 _WHITESPACE = r"( |\n {0,40})?"
+
+
+class GrammarError(Exception):
+    """What is wrong with a grammar, as the end of a sentence that begins with where it stands in the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ class Compiler:
     def __call__(self, params: SamplingParams) -> Future[Compiled]:
         """What ``params`` ask for, done at once if it was asked for before.
 
-        The future raises ``InvalidRequestError`` for a grammar that is invalid, not supported or too large.
+        The future raises ``GrammarError`` for a grammar that is invalid, not supported or too large.
         """
         key = (params.structured, params.bad_words)
         if key in self._cache:
@@ -89,14 +93,14 @@ class Compiler:
         matcher = None
         if grammar is not None:
             if not self._eos_token_ids:
-                raise refused("this model has no end-of-sequence token, so no answer could end where its grammar does")
+                raise GrammarError("cannot be served: this model has no end-of-sequence token to end an answer with")
             try:
                 matcher = _matcher(grammar, tokens)
-            except InvalidRequestError:
+            except GrammarError:
                 raise
             except BaseException as error:  # a panic in the library is no Exception
                 log.exception("a grammar could not be compiled")
-                raise refused(f"{grammar.kind} cannot be compiled") from error
+                raise GrammarError("cannot be compiled") from error
         return Compiled(matcher, tuple(ids for word in bad_words for ids in _spellings(tokenizer, word)))
 
     def _tokenizer(self) -> tuple[Tokenizer, llguidance.LLTokenizer]:
@@ -105,7 +109,7 @@ class Compiler:
                 try:
                     tokenizer = self._load_tokenizer()
                 except ModelLoadError as error:
-                    raise InvalidRequestError(f"this needs the model's tokenizer: {error}") from error
+                    raise GrammarError(f"needs the model's tokenizer: {error}") from error
                 wrapped = llguidance.TokenizerWrapper(_Tokens(tokenizer, self._num_tokens, self._eos_token_ids))
                 eos = self._eos_token_ids or None
                 self._tokens = tokenizer, llguidance.LLTokenizer(wrapped, n_vocab=self._num_tokens, eos_token=eos)
@@ -137,7 +141,7 @@ def _matcher(grammar: Grammar, tokens: llguidance.LLTokenizer) -> llguidance.LLM
     if not matcher.is_error():
         matcher.compute_bitmask()  # what is lazy in the lexer is done here, and not between two steps
     if matcher.is_error():
-        raise refused(f"{grammar.kind} is not valid or not supported: {_detail(matcher)}")
+        raise GrammarError(f"is not valid or not supported: {_detail(matcher)}")
     return matcher
 
 
@@ -146,6 +150,10 @@ def _detail(matcher: llguidance.LLMatcher) -> str:
     text = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if text == "NoExtensionBias":
         text = "no text matches it"
+    return _short(text)
+
+
+def _short(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= _MAX_DETAIL else text[:_MAX_DETAIL] + "..."
 
@@ -166,7 +174,7 @@ def _source(grammar: Grammar) -> str:
             try:
                 return llguidance.LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
             except (Exception, RecursionError) as error:
-                raise refused(f"grammar is not valid: {error}") from None
+                raise GrammarError(f"is not valid: {_short(str(error))}") from None
         case "json_object":
             schema: Any = {"type": "object"}
         case "json_schema":
@@ -190,8 +198,8 @@ def _check_multiples(schema: Any) -> None:
         zeros = max(exponent, 0) if isinstance(exponent, int) else 0
         product *= int("".join(map(str, digits))) * 10 ** min(zeros, 9) or 1
         if product > _MAX_MULTIPLE:
-            raise refused(
-                f"json_schema is too large: its values of multipleOf come to {product} without decimal points, and the "
+            raise GrammarError(
+                f"is too large: its values of multipleOf come to {product} without decimal points, and the "
                 f"most is {_MAX_MULTIPLE}"
             )
 

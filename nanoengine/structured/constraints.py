@@ -15,6 +15,7 @@ from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.step import IntArray, KeyArray
 from nanoengine.structured import masks
 from nanoengine.structured.compiler import Compiled
+from nanoengine.structured.grammar import Grammar
 
 
 class Constraints:
@@ -58,31 +59,33 @@ class Constraints:
             one.narrow(rows[i], self._not_eos)
         return rows
 
-    def advance(self, keys: Iterable[int], tokens: Iterable[int]) -> list[int]:
-        """Each sequence has this new token. Returns the keys of those whose grammar does not have it.
+    def advance(self, keys: Iterable[int], tokens: Iterable[int]) -> list[tuple[int, Grammar]]:
+        """Each sequence has this new token. Returns (key, grammar) of those whose grammar does not have it.
 
         That takes a row of which nothing was left to sample, or a grammar that has grown beyond the library's limits.
         """
-        matching = []
+        followed = []
         for key, token in zip(keys, tokens, strict=True):
-            if (one := self._of.get(key)) is None:
-                continue
-            one.follow(token)
-            if one.matcher is not None:
-                matching.append((key, one.matcher, token))
-        if not matching:
+            if (one := self._of.get(key)) is not None:
+                one.follow(token)
+                if one.matcher is not None:
+                    followed.append((key, one, (one.matcher, token)))
+        if not followed:
             return []
         assert self._executor is not None
-        accepted = self._executor.consume_token_par([(matcher, token) for _, matcher, token in matching])
-        return [key for (key, _, _), ok in zip(matching, accepted, strict=True) if not ok]
+        accepted = self._executor.consume_token_par([pair for _, _, pair in followed])
+        return [
+            (key, one.grammar) for (key, one, _), ok in zip(followed, accepted, strict=True) if not ok and one.grammar
+        ]
 
 
 class _Constraint:
     """One sequence's."""
 
-    __slots__ = ("_allowed", "_bad_words", "_goes_on", "_tail", "matcher")
+    __slots__ = ("_allowed", "_bad_words", "_goes_on", "_tail", "grammar", "matcher")
 
     def __init__(self, params: SamplingParams, compiled: Compiled, num_tokens: int) -> None:
+        self.grammar = params.structured
         self.matcher = None if compiled.matcher is None else compiled.matcher.deep_copy()
         self._goes_on = self.matcher is not None and params.ignore_eos
         self._allowed = masks.only(params.allowed_token_ids, num_tokens) if params.allowed_token_ids else None
