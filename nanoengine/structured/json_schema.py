@@ -18,7 +18,7 @@ class SchemaError(Exception):
 def prepared(schema: Any) -> Any:
     """An equal schema that the library follows to the letter. Raises ``SchemaError``."""
     multiples: set[int] = set()
-    schema = _prepared(schema, multiples)
+    schema = _prepared({"allOf": [schema]} if isinstance(schema, bool) else schema, multiples)
     # Where schemas are combined, the states for their remainders multiply: what counts is the product of all.
     product = 1
     for multiple in multiples:

@@ -63,21 +63,24 @@ class Walk:
         self.tokens.append(token)
         return not self._constraints.advance([0], [token])
 
-    def to_the_end(self, rng: random.Random, most: int = 500) -> str:
-        """A random answer; ends where it may, half of the time."""
+    def to_the_end(self, rng: random.Random, most: int = 500) -> str | None:
+        """A random answer; ends where it may, half of the time. None: it came to a dead end."""
         eos = self._tokenizer.eos_token_ids[0]
         for _ in range(most):
             allowed = self.allowed()
             assert allowed, "nothing may come"
             token = eos if eos in allowed and (len(allowed) == 1 or rng.random() < 0.5) else rng.choice(allowed)
-            assert self.take(token)
+            if not self.take(token):
+                return None
             if token == eos:
                 return self._tokenizer.decode(self.tokens)
         pytest.fail(f"no end: {self._tokenizer.decode(self.tokens)!r}")
 
 
 def walk(compile: Compiler, kind: str, rng: random.Random, grammar: Grammar, **params: Any) -> str:
-    return Walk(compile, SamplingParams(structured=grammar, **params), trained(kind)).to_the_end(rng)
+    answer = Walk(compile, SamplingParams(structured=grammar, **params), trained(kind)).to_the_end(rng)
+    assert answer is not None
+    return answer
 
 
 # -- grammars --------------------------------------------------------------------------------------------------------
@@ -101,7 +104,9 @@ def test_every_tokenizer_follows_every_kind_of_grammar(kind: str) -> None:
     for name, (grammar, pattern) in CASES.items():
         for _ in range(5):
             one = Walk(compile, SamplingParams(structured=grammar), tokenizer)
-            text = one.to_the_end(rng)
+            if one.to_the_end(rng) is None:
+                assert kind == "unigram", "only there are characters that no token has"
+                continue
             # As an answer's tokens are decoded: after a prompt, so that the first one keeps its space.
             text = tokenizer.decoder(tokenizer.encode("x")).push(one.tokens, final=True)
             assert re.fullmatch(pattern, text), (name, text)
@@ -125,7 +130,7 @@ def test_a_schema_cannot_make_itself_lenient(byte_level: Compiler) -> None:
     ("grammar", "message"),
     [
         (schema({"properties": {"a": 7}}), "schema must be an object or boolean"),
-        (schema({"properties": {"a": {"type": "string", "pattern": "^(["}}}), "pattern"),
+        (schema({"properties": {"a": {"type": "string", "pattern": "^(["}}}), "unclosed"),
         (schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
         (schema({"type": "string", "pattern": "[a&&b]"}), "two ways"),
         (schema({"type": "yaml"}), "yaml"),
@@ -144,7 +149,6 @@ def test_a_schema_cannot_make_itself_lenient(byte_level: Compiler) -> None:
         (schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
         (Grammar("regex", "(["), "unclosed"),
         (Grammar("regex", "(a{1000}){1000}"), ""),
-        (Grammar("regex", "[a-z]{0,100}" * 2000), ""),
         (Grammar("grammar", "start: ("), ""),
         (Grammar("grammar", "start: nothing"), "nothing"),
         (Grammar("grammar", "root ::= (" * 3000), ""),
