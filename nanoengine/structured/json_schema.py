@@ -36,6 +36,7 @@ def _prepared(schema: Any, multiples: set[int]) -> Any:
         return [_prepared(item, multiples) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    _check_bounds(schema)
     result: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, dict):
@@ -46,10 +47,28 @@ def _prepared(schema: Any, multiples: set[int]) -> Any:
         elif key == "uniqueItems" and value is False:
             pass  # asks for nothing, and the library refuses the word
         else:
-            if key == "multipleOf" and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if key == "multipleOf" and _is_number(value):
                 multiples.add(_numerator(value))
             result[key] = value if key in _DATA else _prepared(value, multiples)
     return result
+
+
+def _check_bounds(schema: dict[str, Any]) -> None:
+    """llguidance 1.9.1 lets an excluded bound through if it is whole and the other one is less than 1 away."""
+    names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+    low, above, high, below = (value if _is_number(value := schema.get(name)) else None for name in names)
+    if schema.get("type") == "integer" or (low is None and above is None) or (high is None and below is None):
+        return
+    width = min(x for x in (high, below) if x is not None) - max(x for x in (low, above) if x is not None)
+    whole = any(bound is not None and float(bound).is_integer() for bound in (above, below))
+    if whole and width < 1:
+        raise SchemaError(
+            "has a number between bounds that are less than 1 apart, of which one is excluded and whole: include it"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _numerator(value: float) -> int:

@@ -50,7 +50,7 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
         case "integer":
             return {"type": "integer", "minimum": low, rng.choice(["maximum", "exclusiveMaximum"]): low + 100}
         case "number":
-            return {"type": "number", "exclusiveMinimum": low, "maximum": low + 0.5}
+            return {"type": "number", "exclusiveMinimum": low, "maximum": low + rng.choice([1, 2.5, 100])}
         case "boolean" | "null":
             return {"type": kind}
         case "enum":

@@ -102,6 +102,8 @@ CASES: dict[str, tuple[Grammar, str]] = {
 def test_every_tokenizer_follows_every_kind_of_grammar(kind: str) -> None:
     compile, rng, tokenizer = compiler(kind), random.Random(0), trained(kind)
     for name, (grammar, pattern) in CASES.items():
+        if name == "a special token is spelled" and kind == "unigram":
+            continue  # which has no tokens for it
         for _ in range(5):
             one = Walk(compile, SamplingParams(structured=grammar), tokenizer)
             if one.to_the_end(rng) is None:
@@ -140,6 +142,7 @@ def test_a_schema_cannot_make_itself_lenient(byte_level: Compiler) -> None:
         (schema(False), "Unsatisfiable"),
         (schema({"type": "string", "format": "unheard-of"}), "unheard-of"),
         (schema({"type": "integer", "multipleOf": 999983}), "too large"),
+        (schema({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}), "less than 1 apart"),
         (schema({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}), "too large"),
         *((schema({word: value}), word) for word, value in {
             "not": {"type": "string"}, "if": {}, "contains": {}, "uniqueItems": True, "propertyNames": {"maxLength": 1},
@@ -148,7 +151,6 @@ def test_a_schema_cannot_make_itself_lenient(byte_level: Compiler) -> None:
         }.items()),
         (schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
         (Grammar("regex", "(["), "unclosed"),
-        (Grammar("regex", "(a{1000}){1000}"), ""),
         (Grammar("grammar", "start: ("), ""),
         (Grammar("grammar", "start: nothing"), "nothing"),
         (Grammar("grammar", "root ::= (" * 3000), ""),
