@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from nanoengine.outputs import Delta, FinishReason, TokenLogprob
 from nanoengine.sampling.params import SamplingParams
+from nanoengine.scheduling.step import IntArray
 from nanoengine.text.detokenizer import Detokenizer
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ class Made:
 class Answer:
     """One request's answer as it grows. ``take`` as often as is convenient: the sum does not depend on it."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] | IntArray) -> None:
         self.cached_tokens = 0
         self._params = params
         self._detokenizer = Detokenizer(tokenizer, params, prompt)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nanoengine.sampling.params import SamplingParams
+from nanoengine.scheduling.step import IntArray
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -27,7 +28,7 @@ class Detokenizer:
     Text that may be the beginning of a stop string is held back until it is decided, and given out at the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] | IntArray = ()) -> None:
         """``prompt_ids``: what the answer continues. A SentencePiece tokenizer drops a leading space at the start of a
         text, and there only; a prompt that ends in the middle of a character is continued.
         """

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import tokenizers
 
 from nanoengine.errors import InvalidRequestError
+from nanoengine.scheduling.step import IntArray
 from nanoengine.text.token_bytes import TextDecoder, TokenBytes
 from nanoengine.weights.sources import ModelFiles
 
@@ -79,14 +80,14 @@ class Tokenizer:
         """Text of ``ids``; what is not valid UTF-8 becomes U+FFFD. Equal to what a stream of the same ids gives."""
         return self.decoder(skip_special_tokens=skip_special_tokens).push(ids, final=True)
 
-    def decoder(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> TextDecoder:
+    def decoder(self, prompt_ids: Sequence[int] | IntArray = (), *, skip_special_tokens: bool = True) -> TextDecoder:
         """A decoder for tokens that come one by one after ``prompt_ids``."""
         table = self._visible_bytes if skip_special_tokens else self._bytes
         decoder = TextDecoder(table)
         last = next((i for i in range(len(prompt_ids) - 1, -1, -1) if table[prompt_ids[i]]), None)
         if last is not None:  # the prompt has text, so its start is past
             # It may end inside a character, if it came as ids: three tokens hold all bytes of what is unfinished.
-            decoder.push(prompt_ids[max(0, last - 2) : last + 1], final=False)
+            decoder.push([int(i) for i in prompt_ids[max(0, last - 2) : last + 1]], final=False)
         return decoder
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -9,6 +9,7 @@ import pytest
 
 from nanoengine.errors import InvalidRequestError
 from nanoengine.sampling.params import SamplingParams
+from nanoengine.structured.grammar import Grammar
 
 GOOD = {
     "temperature": [0, 0.0, 1, 5e-324, 100],
@@ -25,6 +26,7 @@ GOOD = {
     "stop_token_ids": [(), None, [0, 5], list(range(64))],
     "logprobs": [None, 0, 20],
     "ignore_eos": [True, False],
+    "structured": [None, Grammar("json_object"), Grammar("regex", "a+"), Grammar("choice", '["a"]')],
 }
 
 NUMBERS = ["1", None, True, math.nan, math.inf, -math.inf, [1], 1j]
@@ -46,6 +48,7 @@ BAD = {
     "include_stop_str_in_output": [None, 0],
     "skip_special_tokens": [None, 0],
     "detokenize": [None, 0],
+    "structured": ["json", {"kind": "regex", "text": "a"}],
 }
 
 
