@@ -42,6 +42,8 @@ class DecodeGraphs:
         """Record all graphs; the buffers that ``forward`` reads must hold something that it can compute with."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
+        # What fills the buffers may still be under way; without this the first run could read what was there before.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         keys = [(rows, variant) for variant, sizes in self._sizes.items() for rows in sizes]
         # The largest first: the smaller ones then fit into the memory that it has taken.
         for rows, variant in sorted(keys, reverse=True):

@@ -24,6 +24,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 LAUNCH_OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 TYPES = {
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv",
