@@ -455,6 +455,18 @@ def test_a_constrained_answer_is_the_same_alone_and_in_a_batch(tiny: LLM) -> Non
     assert [a.token_ids for a in together] == [a.token_ids for a in alone]
 
 
+def test_a_step_in_flight_changes_nothing(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a row's forward pass is launched before its mask is known, among rows that have none."""
+    params = [
+        SamplingParams(structured=g, seed=i, max_tokens=30, logprobs=i % 3 or None, presence_penalty=i % 2)
+        for i, g in enumerate(GRAMMARS * 2)
+    ]
+    expected = tiny.generate(["a b"] * len(params), params, use_tqdm=False)
+    monkeypatch.setattr(tiny.engine._runner, "depth", 1)
+    found = tiny.generate(["a b"] * len(params), params, use_tqdm=False)
+    assert [(a.token_ids, a.logprobs) for a in found] == [(a.token_ids, a.logprobs) for a in expected]
+
+
 def test_padding_is_never_sampled(tiny: LLM) -> None:
     size = tiny.tokenizer.vocab_size
     assert tiny.engine.info.vocab_size == size + PADDING
