@@ -16,6 +16,7 @@ import numpy.typing as npt
 from nanoengine.runner.base import StepResult
 from nanoengine.runner.inputs import flatten
 from nanoengine.scheduling.step import IntArray, Step
+from nanoengine.structured.masks import allowed
 
 _Hash = npt.NDArray[np.uint64]
 
@@ -74,7 +75,7 @@ class SyntheticRunner:
         def constrain(masks: IntArray) -> None:
             rows = step.constrained
             for row, mask in zip(rows.tolist(), masks, strict=True):
-                ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._num_tokens])
+                ids = np.flatnonzero(allowed(mask, self._num_tokens))
                 sampled[row] = ids[int(digest[row] % np.uint64(len(ids)))] if len(ids) else self._fallback
             self._last_token[step.slots[rows]] = sampled[rows]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nanoengine.scheduling.step import IntArray
+from nanoengine.scheduling.step import BoolArray, IntArray
 
 
 def full(rows: int, num_tokens: int) -> IntArray:
@@ -25,6 +25,6 @@ def only(ids: Iterable[int], num_tokens: int) -> IntArray:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def allowed(masks: IntArray, num_tokens: int) -> np.ndarray:
-    """The masks as bool [rows, num_tokens]."""
+def allowed(masks: IntArray, num_tokens: int) -> BoolArray:
+    """Masks, int32 [..., words], as bool [..., num_tokens]."""
     return np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")[..., :num_tokens].view(np.bool_)
