@@ -75,7 +75,7 @@ def test_a_plan_reads_every_position_once(lens: list[int], more: int, spare: int
 
 
 @pytest.mark.parametrize(
-    ("lens", "bound"), [([640] * 256, 1.2), ([*range(600, 1500, 6)], 1.19), ([*range(900, 1800, 14)], 1.16)]
+    ("lens", "bound"), [([1100] * 120, 1.14), ([*range(600, 1500, 6)], 1.17), ([*range(900, 1800, 14)], 1.16)]
 )
 def test_the_last_programs_end_together(lens: list[int], bound: float) -> None:
     """Three programs on each of 132 processors, each taking the next piece as soon as it is free; starting one takes
