@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -25,6 +26,8 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.config import AppArgs
 from deployments.ingress import protocol
+from deployments.ingress.chat import ChatPartsFormat
+from deployments.ingress.dialect import TAIL, Dialect
 from deployments.ingress.errors import (
     ApiError,
     bad_request,
@@ -34,15 +37,16 @@ from deployments.ingress.errors import (
     unavailable,
 )
 from deployments.ingress.limits import Admission
+from deployments.ingress.reading import Reading
 from deployments.ingress.streaming import (
-    DONE,
     ChatFormat,
     Choice,
     CompletionFormat,
     Format,
-    error_event,
+    Pieces,
     usage_of,
 )
+from deployments.ingress.tools.use import ToolUse, constraint
 from deployments.messages import Chunk
 from nanoengine import __version__
 from nanoengine.errors import InvalidRequestError
@@ -81,6 +85,9 @@ class Text(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
+    @property
+    def dialect(self) -> Dialect: ...
+
 
 class Metrics(Protocol):
     """What the API counts; ``RequestMetrics`` in production."""
@@ -94,6 +101,10 @@ class Metrics(Protocol):
     def rejected(self, reason: str) -> None: ...
 
 
+NewFormat = Callable[[str, int, str, bool, Pieces | None], Format]
+"""Makes a format of: id, time of creation, model, include_usage, and a tokenizer if there are logprobs."""
+
+
 @dataclass(slots=True)
 class Job:
     """A checked request: what to generate, and in which shape to answer."""
@@ -105,7 +116,6 @@ class Job:
     priority: int
     cache_salt: str
     stream: bool
-    include_usage: bool
     format: Format
 
 
@@ -187,7 +197,14 @@ class Api:
     # From a body to a job.
 
     async def _chat(self, body: bytes) -> Job:
-        request = protocol.parse(protocol.ChatRequest, body)
+        def format(reading: Reading) -> NewFormat:
+            return ChatFormat if reading.plain else partial(ChatPartsFormat, reading=reading)
+
+        return await self._conversation(protocol.parse(protocol.ChatRequest, body), format, "chatcmpl-")
+
+    async def _conversation(
+        self, request: protocol.ChatRequest, format: Callable[[Reading], NewFormat], id: str
+    ) -> Job:
         self._check(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -196,11 +213,26 @@ class Api:
             max_tokens=limit if limit is not None else self._args.ingress.default_max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
+        dialect = self._text.dialect
+        tools = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls, dialect)
+        prompt = await self._prompt(request, tools)
+        opened = dialect.opened([self._text.token_bytes(int(i)) for i in prompt[-TAIL:]])
+        params = replace(
+            params,
+            structured=constraint(params.structured, tools, dialect, opened),
+            visible_special_tokens=dialect.visible if tools is not None or opened is not None else (),
+        )
+        reading = Reading(tools, opened, include_reasoning=request.include_reasoning is not False)
+        return self._job(request, [prompt], params, clip=limit is None, format=format(reading), id=id)
+
+    async def _prompt(self, request: protocol.ChatRequest, tools: ToolUse | None) -> npt.NDArray[np.int32]:
+        """The prompt of a conversation. Raises ``InvalidRequestError``."""
         options: dict[str, Any] = dict(request.chat_template_kwargs or {})
         if request.add_generation_prompt is not None:
             options["add_generation_prompt"] = request.add_generation_prompt
-        prompt = await self._text.chat([message.for_template() for message in request.messages], options)
-        return self._job(request, [prompt], params, clip=limit is None, format=ChatFormat, id="chatcmpl-")
+        if tools is not None:
+            options["tools"] = tools.for_template
+        return await self._text.chat([message.for_template() for message in request.messages], options)
 
     async def _completion(self, body: bytes) -> Job:
         request = protocol.parse(protocol.CompletionRequest, body)
@@ -237,7 +269,7 @@ class Api:
         params: SamplingParams,
         *,
         clip: bool,
-        format: type[ChatFormat] | type[CompletionFormat],
+        format: NewFormat,
         id: str,
     ) -> Job:
         pieces = self._text if params.logprobs is not None else None
@@ -249,7 +281,6 @@ class Api:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             stream=bool(request.stream),
-            include_usage=request.include_usage,
             format=format(id + uuid.uuid4().hex, int(time.time()), request.model, request.include_usage, pieces),
         )
 
@@ -281,15 +312,14 @@ class Api:
                         if not begun:  # only now: until the first token a failure has a status of its own
                             begun = True
                             await send(_stream_start())
-                        await send(_body(job.format.event(index, chunk)))
+                        if events := job.format.event(index, chunk):
+                            await send(_body(events))
                 reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
                 usage = usage_of(choices, job.n)
                 if not job.stream:
                     await respond(Response(job.format.whole(choices, usage), media_type="application/json"))
                     return
-                if job.include_usage:
-                    await send(_body(job.format.usage_event(usage)))
-                await send(_body(DONE, more=False))
+                await send(_body(job.format.end(usage), more=False))
         except ClientDisconnect:
             reason = "abort"  # and nobody to answer
         except asyncio.CancelledError:
@@ -301,7 +331,7 @@ class Api:
                 reason = ""
                 self._metrics.rejected(failure.code or "invalid")
             if begun:
-                await send(_body(error_event(failure), more=False))
+                await send(_body(job.format.error(failure), more=False))
             else:
                 await respond(failure.response())
         finally:

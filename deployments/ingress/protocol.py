@@ -74,6 +74,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 
+INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+"""OpenAI's names of 2023 for what it has replaced. They are refused, not mapped: the answer would have to be in the old
+shape too, which no client of today reads, and the message says what to send."""
+
+MAX_TOOLS = 128  # OpenAI's limit
 MAX_STOP_STRINGS = 16  # OpenAI allows 4, vLLM any number; each is searched for in every delta
 
 
@@ -160,13 +165,62 @@ class Message(BaseModel):
     def for_template(self) -> dict[str, Any]:
         """The message without its nulls, ``developer`` under the older name that templates know."""
         message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if "reasoning" in message:  # the other of the two names that answers have it under; templates know the first
+            message.setdefault("reasoning_content", message.pop("reasoning"))
         return {"role": "system" if self.role == "developer" else self.role} | message
+
+
+class FunctionDefinition(BaseModel):
+    """What a function is. What else it says goes to the template, as the model was trained on tools that say more."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """``tool_choice`` of one function."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def _tool_choice(value: Any) -> Any:
+    match value:
+        case None | "none" | "auto" | "required" | {"type": "function", "function": {"name": str()}}:
+            return value
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
 
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -217,13 +271,13 @@ def parse(model: type[R], body: bytes) -> R:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    _drop_tools_not_to_be_called(data)
     for name in list(data):
         if name in model.model_fields:
             continue
         if name in UNSUPPORTED:
             if data[name] is not None and data[name] not in UNSUPPORTED[name]:
-                raise bad_request(f"{name} is not supported by this server", name, "unsupported_parameter")
+                hint = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+                raise bad_request(f"{name} is not supported by this server{hint}", name, "unsupported_parameter")
         elif name not in INFORMATIVE:
             near = difflib.get_close_matches(name[:MAX_PARAM], model.model_fields, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -233,12 +287,6 @@ def parse(model: type[R], body: bytes) -> R:
         return model.model_validate(data)
     except ValidationError as error:
         raise _explained(error) from None
-
-
-def _drop_tools_not_to_be_called(data: dict[str, Any]) -> None:
-    if data.get("tool_choice") == "none":
-        data.pop("tools", None)
-        data.pop("tool_choice")
 
 
 def _explained(error: ValidationError) -> ApiError:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deployments.config import ReasoningParserName, ToolParserName
+from deployments.ingress.dialect import Dialect
 from nanoengine.text.chat import ChatTemplate
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -17,9 +19,16 @@ from nanoengine.text.tokenizer import Tokenizer
 class TextFrontend:
     """A model's tokenizer and chat template behind a few threads (the tokenizer releases the GIL)."""
 
-    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        threads: int,
+        tool_parser: ToolParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = ChatTemplate.of(tokenizer)
+        self.dialect = Dialect.of(tokenizer, self._template, tool_parser, reasoning_parser)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
     async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]:

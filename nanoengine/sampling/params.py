@@ -35,6 +35,7 @@ class SamplingParams:
     ignore_eos: bool = False  # the model's end-of-sequence tokens do not end the answer
     include_stop_str_in_output: bool = False  # the text of the stop string, or stop token, is part of the answer
     skip_special_tokens: bool = True
+    visible_special_tokens: tuple[int, ...] = ()  # shown all the same: marks that a parser of the text needs
     detokenize: bool = True  # off: token ids only, no text, no stop strings
     logprobs: int | None = None  # also return the log-probability of each token and of this many likeliest
     structured: Grammar | None = None  # the answer matches it: then end of sequence is all that can be sampled
@@ -91,8 +92,9 @@ class SamplingParams:
         rule = f"non-empty strings of at most {_MAX_STOP_LENGTH} whole characters"
         _check(all(map(_is_stop_string, self.stop)), "stop", rule, self.stop)
         _check(not self.stop or self.detokenize, "stop", "empty when detokenize is off", self.stop)
-        ok = all(_is_int(token) and 0 <= token <= _MAX_INT for token in self.stop_token_ids)
-        _check(ok, "stop_token_ids", "token ids (integers, 0 or more)", self.stop_token_ids)
+        for name in ("stop_token_ids", "visible_special_tokens"):
+            ok = all(_is_int(token) and 0 <= token <= _MAX_INT for token in getattr(self, name))
+            _check(ok, name, "token ids (integers, 0 or more)", getattr(self, name))
 
     @property
     def greedy(self) -> bool:
