@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -46,6 +47,7 @@ from deployments.ingress.streaming import (
     Pieces,
     usage_of,
 )
+from deployments.ingress.tokens import DetokenizeRequest, TokenizeRequest, spelled
 from deployments.ingress.tools.use import ToolUse, constraint
 from deployments.messages import Chunk
 from nanoengine import __version__
@@ -58,8 +60,19 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 BODY_TIMEOUT_S = 30.0  # for the whole body: a client that never ends it would keep its place in flight for ever
 
 
+NO_GENERATION = (
+    *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify"),
+    *("/v1/moderations", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations"),
+    *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+)
+"""Routes of OpenAI's API, and vLLM's, for other kinds of models."""
+
+
 class Engines(Protocol):
     """What the API needs of the engines; ``EngineClient`` in production."""
+
+    @property
+    def max_model_len(self) -> int | None: ...
 
     def available(self) -> bool: ...
 
@@ -82,6 +95,11 @@ class Text(Protocol):
     async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]: ...
 
     async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]: ...
+
+    async def decode(self, ids: Sequence[int]) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
@@ -136,17 +154,30 @@ class Api:
         app = FastAPI(title="nanoserve", version=__version__, redirect_slashes=False)
         install(app)
 
-        def post(path: str, model: type[protocol.Request], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
-            async def endpoint() -> Response:
-                return _Answer(self, prepare)
-
+        def post(path: str, model: type[BaseModel], endpoint: Callable[..., Awaitable[Response]]) -> None:
             schema = {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}
             app.add_api_route(
                 path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": schema}
             )
 
-        post("/v1/chat/completions", protocol.ChatRequest, self._chat)
-        post("/v1/completions", protocol.CompletionRequest, self._completion)
+        def generation(path: str, model: type[BaseModel], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
+            async def endpoint() -> Response:
+                return _Answer(self, prepare)
+
+            post(path, model, endpoint)
+
+        def computation(path: str, model: type[BaseModel], compute: Callable[[bytes], Awaitable[Any]]) -> None:
+            async def endpoint(request: Request) -> Response:
+                return await self._reply(compute, request)
+
+            post(path, model, endpoint)
+
+        generation("/v1/chat/completions", protocol.ChatRequest, self._chat)
+        generation("/v1/completions", protocol.CompletionRequest, self._completion)
+        computation("/tokenize", TokenizeRequest, self._tokenize)
+        computation("/detokenize", DetokenizeRequest, self._detokenize)
+        for path in NO_GENERATION:
+            app.add_api_route(path, _no_generation, methods=["POST"], response_model=None, include_in_schema=False)
         app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
         app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
@@ -185,6 +216,7 @@ class Api:
             "created": self._created,
             "owned_by": "nanoserve",
             "root": self._args.engine.model,
+            "max_model_len": self._engines.max_model_len,
         }
 
     def _check_model(self, name: str) -> None:
@@ -213,8 +245,7 @@ class Api:
             max_tokens=limit if limit is not None else self._args.ingress.default_max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
-        dialect = self._text.dialect
-        tools = ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls, dialect)
+        dialect, tools = self._text.dialect, self._tools(request)
         prompt = await self._prompt(request, tools)
         opened = dialect.opened([self._text.token_bytes(int(i)) for i in prompt[-TAIL:]])
         params = replace(
@@ -224,6 +255,9 @@ class Api:
         )
         reading = Reading(tools, opened, include_reasoning=request.include_reasoning is not False)
         return self._job(request, [prompt], params, clip=limit is None, format=format(reading), id=id)
+
+    def _tools(self, request: protocol.ChatRequest) -> ToolUse | None:
+        return ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls, self._text.dialect)
 
     async def _prompt(self, request: protocol.ChatRequest, tools: ToolUse | None) -> npt.NDArray[np.int32]:
         """The prompt of a conversation. Raises ``InvalidRequestError``."""
@@ -284,6 +318,46 @@ class Api:
             format=format(id + uuid.uuid4().hex, int(time.time()), request.model, request.include_usage, pieces),
         )
 
+    # Bodies that ask for no generation.
+
+    async def _tokenize(self, body: bytes) -> dict[str, Any]:
+        request = protocol.parse(TokenizeRequest, body)
+        self._check_model(model := request.model if request.model is not None else self._args.model_names[0])
+        conversation = request.conversation(model)
+        if conversation is None:
+            ids = await self._text.encode(request.prompt or "", request.add_special_tokens is not False)
+        else:
+            ids = await self._prompt(conversation, self._tools(conversation))
+        tokens = ids.tolist()
+        strings = spelled([self._text.token_bytes(i) for i in tokens]) if request.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": self._engines.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+
+    async def _detokenize(self, body: bytes) -> dict[str, Any]:
+        request = protocol.parse(DetokenizeRequest, body)
+        self._check_model(request.model if request.model is not None else self._args.model_names[0])
+        size = self._text.vocab_size
+        if unknown := next((i for i in request.tokens if not 0 <= i < size), None):
+            raise bad_request(f"tokens must be from 0 to {size - 1}, and {unknown} is among them", "tokens")
+        return {"prompt": await self._text.decode(request.tokens)}
+
+    async def _reply(self, compute: Callable[[bytes], Awaitable[Any]], request: Request) -> Response:
+        """Serve one request that needs no engine."""
+        try:
+            with self._admission.slot():
+                return _json(await compute(await _read(request, self._args.ingress.max_body_bytes)))
+        except ClientDisconnect:
+            return Response(status_code=499)  # and nobody to read it
+        except Exception as error:
+            failure = self._failure(error)
+            if failure.status < 500:
+                self._metrics.rejected(failure.code or "invalid")
+            return failure.response(request.url.path)
+
     # From a job to an answer.
 
     async def answer(self, prepare: Callable[[bytes], Awaitable[Job]], request: Request, send: Send) -> None:
@@ -333,7 +407,7 @@ class Api:
             if begun:
                 await send(_body(job.format.error(failure), more=False))
             else:
-                await respond(failure.response())
+                await respond(failure.response(request.url.path))
         finally:
             if reason:
                 self._metrics.finished(reason, time.monotonic() - start)
@@ -451,6 +525,16 @@ async def _read(request: Request, limit: int) -> bytes:
             408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again", code="request_timeout"
         ) from None
     return b"".join(parts)
+
+
+async def _no_generation(request: Request) -> Response:
+    raise ApiError(
+        400,
+        f"{request.url.path} is for another kind of model: those served here generate text, with /v1/chat/completions "
+        "and /v1/completions",
+        param="model",
+        code="unsupported_model",
+    )
 
 
 def _json(value: Any) -> Response:

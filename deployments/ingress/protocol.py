@@ -260,7 +260,7 @@ class CompletionRequest(Request):
     add_special_tokens: bool | None = None
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(model: type[R], body: bytes) -> R:

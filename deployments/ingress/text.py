@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,16 @@ class TextFrontend:
 
     def _encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), np.int32)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=False)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token's id is below it."""
+        return self._tokenizer.vocab_size
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for."""

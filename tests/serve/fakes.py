@@ -21,6 +21,7 @@ class FakeEngines:
     def __init__(self, pieces: Sequence[str] = ("Hel", "lo", " wörld")) -> None:
         self.pieces = list(pieces)
         self.up = True
+        self.max_model_len = 4096
         self.error: Exception | None = None
         self.error_after = 0
         self.calls: list[tuple[list[int], SamplingParams, bool]] = []
