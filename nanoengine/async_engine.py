@@ -90,7 +90,8 @@ class AsyncEngine:
         decode = decoder(FromEngine).decode
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, files)
-            self._send(Start(self._config.model_dump_json(), self._tokenizer.eos_token_ids))
+            tokenizer = self._tokenizer
+            self._send(Start(self._config.model_dump_json(), tokenizer.eos_token_ids, tokenizer.vocab_size))
             first = decode(await _read(reader))
         except asyncio.IncompleteReadError:
             await self.stop()
@@ -199,7 +200,7 @@ class AsyncEngine:
             raise self._dead
         info = self.info
         prompt = token_array(prompt_ids)
-        check_request(prompt, params, info.max_model_len, info.vocab_size)
+        check_request(prompt, params, info.max_model_len, info.vocab_size, info.num_tokens)
         key, stream = next(self._keys), _Stream(request_id, Answer(self.tokenizer, params, prompt.tolist()))
         self._streams[key] = stream
         try:

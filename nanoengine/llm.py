@@ -38,7 +38,7 @@ class LLM:
         """``settings`` are the fields of ``EngineConfig``. Raises ``ModelLoadError`` or ``ValueError``."""
         config = EngineConfig(model=model, **settings)
         self.tokenizer = load_tokenizer(resolve_model(config.model, config.revision))
-        self.engine = Engine(config, self.tokenizer.eos_token_ids)
+        self.engine = Engine(config, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
         self._next_key = 0
 
     def generate(
@@ -66,7 +66,8 @@ class LLM:
                 )
         info = self.engine.info
         for array, each in zip(arrays, params, strict=True):
-            check_request(array, each, info.max_model_len, info.vocab_size)
+            check_request(array, each, info.max_model_len, info.vocab_size, info.num_tokens)
+            self.engine.check_grammar(each)
         answers = _Answers(self.tokenizer, batch, params, info.max_model_len)
         keys = range(self._next_key, self._next_key + len(batch))
         self._next_key = keys.stop
@@ -103,6 +104,8 @@ class LLM:
         with tqdm(total=len(answers.unfinished), desc="prompts", disable=not use_tqdm) as bar:
             while answers.unfinished:
                 if output := self.engine.step():
+                    for _, error in output.refused:
+                        raise error
                     answers.add(output, first_key)
                 # Text of a few at a time while the device computes: a thousand that end together would make it wait.
                 for index in answers.complete(_TEXTS_A_STEP if self.engine.has_work else None):

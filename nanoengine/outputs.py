@@ -50,7 +50,8 @@ class EngineInfo:
 
     model: str
     max_model_len: int  # tokens, prompt and output together
-    vocab_size: int
+    vocab_size: int  # of the model
+    num_tokens: int  # of the tokenizer, or vocab_size if that is less: ids from here on are padding, and never sampled
     eos_token_ids: tuple[int, ...]
     block_size: int
     num_blocks: int

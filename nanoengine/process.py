@@ -49,7 +49,7 @@ def main(fd: int) -> int:
     try:
         try:
             start = decoder(Start).decode(first)
-            engine = Engine(EngineConfig.model_validate_json(start.config), start.eos_token_ids)
+            engine = Engine(EngineConfig.model_validate_json(start.config), start.eos_token_ids, start.num_tokens)
         except (ModelLoadError, ValueError) as error:
             sock.sendall(frame(Failed(str(error), load_error=True)))
             return 1
@@ -86,6 +86,8 @@ def _serve(engine: Engine, sock: socket.socket) -> None:
                 return
             _handle(engine, sock, message)
         output = engine.step()
+        for key, error in output.refused if output is not None else ():
+            sock.sendall(frame(Refused(key, error.message, error.param, error.code)))
         if output is not None or message is not None:
             sock.sendall(frame(_update(engine, output)))
 

@@ -22,6 +22,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
 
     config: str  # EngineConfig as JSON
     eos_token_ids: tuple[int, ...]  # of the tokenizer
+    num_tokens: int  # that it has
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):

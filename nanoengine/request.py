@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,13 @@ def token_array(ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.
     return array.astype(np.int32, copy=False)
 
 
-def check_request(prompt: npt.NDArray[np.int32], params: SamplingParams, max_model_len: int, vocab_size: int) -> None:
-    """Raise ``InvalidRequestError`` or ``ContextLengthError``, saying what to change, if it can never be served."""
+def check_request(
+    prompt: npt.NDArray[np.int32], params: SamplingParams, max_model_len: int, vocab_size: int, num_tokens: int
+) -> None:
+    """Raise ``InvalidRequestError`` or ``ContextLengthError``, saying what to change, if it can never be served.
+
+    ``vocab_size`` is the model's; its ids from ``num_tokens`` on are padding, and stand for no token.
+    """
     length = len(prompt)
     if length == 0:
         raise InvalidRequestError("the prompt is empty: send at least one token", param="prompt", code="empty_prompt")
@@ -46,10 +51,15 @@ def check_request(prompt: npt.NDArray[np.int32], params: SamplingParams, max_mod
             f"tokens: shorten the prompt, or ask for at most {max_model_len - length} tokens",
             param="max_tokens",
         )
-    high = max(params.stop_token_ids, default=0)
-    if high >= vocab_size:
+    _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", params.logit_bias or (), num_tokens)
+    _check_ids("allowed_token_ids", params.allowed_token_ids, num_tokens)
+
+
+def _check_ids(param: str, ids: Collection[int], limit: int) -> None:
+    if (high := max(ids, default=0)) >= limit:
         raise InvalidRequestError(
-            f"stop token id {high} is outside the model's vocabulary (0 to {vocab_size - 1})",
-            param="stop_token_ids",
+            f"{param}: token id {high} is outside the model's vocabulary (0 to {limit - 1})",
+            param=param,
             code="invalid_token",
         )

@@ -15,6 +15,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from deployments.ingress.errors import MAX_PARAM, ApiError, bad_request
+from deployments.ingress.structured import StructuredFields
 from nanoengine.sampling.params import SamplingParams
 
 INFORMATIVE = frozenset(
@@ -38,27 +39,18 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
-    "logit_bias": ({},),
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
     "prompt_logprobs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
@@ -95,6 +87,8 @@ _PASSED_ON = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
 )
 """Fields that are SamplingParams' own, by the same name."""
 
@@ -105,13 +99,23 @@ def _stop(value: Any) -> Any:
     return value
 
 
+def _biases(value: Any) -> Any:
+    """Token ids are the keys of a JSON object, so they come as text."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise ValueError(f"{key[:20]!r} is not a token id: keys are integers from 0, written as strings")
+    return {int(key): bias for key, bias in value.items()}
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
 
 
-class Request(BaseModel):
+class Request(StructuredFields):
     """Fields that both endpoints share."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -134,6 +138,9 @@ class Request(BaseModel):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=128)
     ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases)] = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
@@ -148,6 +155,8 @@ class Request(BaseModel):
         asked = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         return SamplingParams(
             **asked,
+            logit_bias=self.logit_bias,
+            structured=self.structured(),
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             max_tokens=max_tokens,

@@ -20,6 +20,12 @@ class StepResult:
 class PendingStep(Protocol):
     """A launched step."""
 
+    def constrain(self, masks: IntArray) -> None:
+        """Sample the rows ``step.constrained``, whose ``masks`` (of ``nanoengine.structured.masks``) are known by now.
+
+        If there are such rows: once, before ``result`` and before the next step is launched, which reads their tokens.
+        """
+
     def result(self) -> StepResult:
         """Wait for the step to be done."""
 
@@ -28,7 +34,7 @@ class Runner(Protocol):
     """Executes steps in order. What it keeps per slot is set up by the admissions that a step carries."""
 
     num_blocks: int  # KV blocks that it holds
-    depth: int  # steps that may be in flight while the next one is planned: 0 where planning ahead hides nothing
+    depth: int  # 0, or 1 if a step may be in flight while the next one is planned, where that hides something
 
     def launch(self, step: Step) -> PendingStep:
         """Start a step; must not wait for it where the device can run on its own."""

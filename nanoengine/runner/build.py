@@ -10,8 +10,11 @@ from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import ModelFiles, resolve_model
 
 
-def build_runner(config: EngineConfig, eos_token_ids: tuple[int, ...] = ()) -> BuiltRunner:
-    """Load what ``config`` names. ``eos_token_ids`` end a sequence as the model's own do.
+def build_runner(
+    config: EngineConfig, eos_token_ids: tuple[int, ...] = (), num_tokens: int | None = None
+) -> BuiltRunner:
+    """Load what ``config`` names. ``eos_token_ids`` end a sequence as the model's own do; ids from ``num_tokens`` on,
+    which the tokenizer does not have, are never sampled.
 
     Raises ``ModelLoadError`` if the model cannot be loaded, ``ValueError`` if the configuration does not fit it.
     """
@@ -22,7 +25,7 @@ def build_runner(config: EngineConfig, eos_token_ids: tuple[int, ...] = ()) -> B
         return _build_synthetic(config, files, phases)
     with phases("import"):
         from nanoengine.runner.load import load_runner  # imports torch, which a stand-in does without
-    return load_runner(config, files, eos_token_ids, phases)
+    return load_runner(config, files, eos_token_ids, num_tokens, phases)
 
 
 def _build_synthetic(config: EngineConfig, files: ModelFiles, phases: Phases) -> BuiltRunner:
@@ -36,12 +39,15 @@ def _build_synthetic(config: EngineConfig, files: ModelFiles, phases: Phases) ->
         block_size=config.block_size,
         step_seconds=synthetic.step_seconds,
         prefill_tokens_per_second=synthetic.prefill_tokens_per_second,
+        num_tokens=tokenizer.vocab_size,
+        eos_token_id=tokenizer.eos_token_ids[0],
     )
     info = EngineInfo(
         model=config.model,
         max_model_len=model_len(config, synthetic.max_model_len, num_blocks),
         vocab_size=tokenizer.vocab_size,
-        eos_token_ids=(),
+        num_tokens=tokenizer.vocab_size,
+        eos_token_ids=tokenizer.eos_token_ids,
         block_size=config.block_size,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,

@@ -31,7 +31,9 @@ from nanoengine.weights.sources import ModelFiles
 _CACHED_BLOCKS = 1 << 16  # tiny models would fill a large memory with millions of blocks, each an object to keep
 
 
-def load_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: tuple[int, ...], phases: Phases) -> BuiltRunner:
+def load_runner(
+    config: EngineConfig, files: ModelFiles, eos_token_ids: tuple[int, ...], num_tokens: int | None, phases: Phases
+) -> BuiltRunner:
     """Load a model from its files; raises as ``build_runner`` does."""
     device = _device(config)
     model_config = load_model_config(files)
@@ -51,19 +53,21 @@ def load_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: tuple[in
     ops = select_ops(device, deterministic=config.deterministic)
     with phases("weights"):
         model = load_model(files, model_config, ops, dtype=dtype, device=device)
+    # Rows of the output layer beyond the tokenizer's ids are padding, and untrained: no token, and any logit.
+    num_tokens = min(num_tokens or model_config.vocab_size, model_config.vocab_size)
     rows, tokens = config.step_limits(device.type)
     fused = None
     if ops.fused:
         from nanoengine.sampling.device import DeviceSampler  # imports triton
 
-        fused = DeviceSampler(rows, eos_token_ids[0] if eos_token_ids else 0, device)
+        fused = DeviceSampler(rows, next((i for i in eos_token_ids if i < num_tokens), 0), device)
     longest = config.max_model_len or model_config.max_position
     parts = _Parts(
         config=config,
         model_config=model_config,
         model=model,
         backend=backend,
-        sampler=Sampler(rows, model_config.vocab_size, eos_token_ids, device, config.seed, fused),
+        sampler=Sampler(rows, num_tokens, eos_token_ids, device, config.seed, fused),
         limits=StepLimits(rows, tokens, -(-longest // config.block_size)),
         device=device,
         kv_dtype=kv_dtype,
@@ -85,6 +89,7 @@ def load_runner(config: EngineConfig, files: ModelFiles, eos_token_ids: tuple[in
         model=config.model,
         max_model_len=model_len(config, model_config.max_position, num_blocks),
         vocab_size=model_config.vocab_size,
+        num_tokens=num_tokens,
         eos_token_ids=eos_token_ids,
         block_size=config.block_size,
         num_blocks=num_blocks,
@@ -179,6 +184,7 @@ class _Parts:
             tokens=np.zeros(tokens, np.int32),
             block_table=np.zeros((rows, -(-int(counts[0]) // self.config.block_size)), np.int32),
             admissions=tuple(Admission(slot, 0, costly, none, none) for slot in range(min(rows, 64))),
+            constrained=none,
         )
         runner.launch(step).result()
         torch.cuda.synchronize(self.device)

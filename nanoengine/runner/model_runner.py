@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from nanoengine.sampling.sampler import Logprobs, Sampler
 from nanoengine.scheduling.step import IntArray, Step
 
 _SPECIAL_ROWS = 64  # at once: bounds the float32 copies of logits that penalties and log-probabilities work on
+
+
+IndexArray = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class ModelRunner:
         self._backend = backend
         self._cache = cache
         self._sampler = sampler
-        self._device = device
+        self.device = device
         self._limits = limits
         self._planner = planner
         self._graphs: DecodeGraphs | None = None
@@ -85,16 +89,13 @@ class ModelRunner:
             logits = self._eager(step, inputs)
 
         rows = inputs.sampled_rows
-        if not len(rows):
-            return _Launched(len(step.slots), rows, None, [], self._device)
         slots, positions = step.slots[rows], inputs.seq_lens[rows]  # the token sampled comes right after the context
-        logprobs = []
-        special = np.flatnonzero(self._sampler.special(slots, positions))
-        for begin in range(0, len(special), _SPECIAL_ROWS):
-            some = special[begin : begin + _SPECIAL_ROWS]
-            if found := self._sample_specially(logits, some, slots[some], positions[some]):
-                logprobs.append((rows[some], self._num_logprobs[slots[some]], found))
-        return _Launched(len(step.slots), rows, self._tokens[: len(rows)], logprobs, self._device)
+        sampling = _Sampling(logits, rows, slots, positions)
+        constrained = np.searchsorted(rows, step.constrained)
+        special = self._sampler.special(slots, positions)
+        special[constrained] = False
+        self._sample_specially(sampling, np.flatnonzero(special))
+        return _Launched(self, len(step.slots), sampling, constrained)
 
     def _eager(self, step: Step, inputs: FlatInputs) -> Tensor:
         """Any step, one operation after the other. Returns the logits of the rows that sample, in order."""
@@ -133,32 +134,39 @@ class ModelRunner:
         hidden = self._model(input_ids, positions, ForwardContext(self._backend, self._cache, batch))
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, sampled_at)
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden)[:, : self._sampler.vocab_size]
         if fused is not None and len(rows):
             fused(logits, sampled_slots, sampled_positions, self._tokens[: len(rows)], self._last_token)
         return logits
 
-    def _sample_specially(
-        self, logits: Tensor, at: np.ndarray, slots: IntArray, positions: IntArray
-    ) -> Logprobs | None:
-        """Sample those rows of ``logits`` again that the device's sampler cannot."""
-        everything = len(at) == len(logits)
-        where = None if everything else torch.from_numpy(at).to(self._device)
-        sampled = self._sampler(logits if where is None else logits[where], slots, positions)
-        tokens = sampled.tokens.int()
-        if where is None:
-            self._tokens[: len(at)] = tokens
-        else:
-            self._tokens[where] = tokens
-        self._last_token[torch.from_numpy(slots.astype(np.int64)).to(self._device)] = tokens
-        return sampled.logprobs
+    @torch.inference_mode()
+    def constrain(self, sampling: _Sampling, at: IndexArray, masks: IntArray) -> None:
+        self._sample_specially(sampling, at, masks)
+
+    def tokens(self, count: int) -> Tensor:
+        return self._tokens[:count]
+
+    def _sample_specially(self, sampling: _Sampling, at: IndexArray, masks: IntArray | None = None) -> None:
+        """Sample those rows of a step's logits again that the device's sampler cannot, a few at a time."""
+        for begin in range(0, len(at), _SPECIAL_ROWS):
+            some = at[begin : begin + _SPECIAL_ROWS]
+            slots = sampling.slots[some]
+            where = None if len(some) == len(sampling.rows) else torch.from_numpy(some).to(self.device)
+            logits = sampling.logits if where is None else sampling.logits[where]
+            few = None if masks is None else masks[begin : begin + _SPECIAL_ROWS]
+            sampled = self._sampler(logits, slots, sampling.positions[some], few)
+            tokens = sampled.tokens.int()
+            self._tokens[slice(len(some)) if where is None else where] = tokens
+            self._last_token[torch.from_numpy(slots.astype(np.int64)).to(self.device)] = tokens
+            if sampled.logprobs is not None:
+                sampling.logprobs.append((sampling.rows[some], self._num_logprobs[slots], sampled.logprobs))
 
     # -- graphs --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
         """Record decode steps of these numbers of rows (ascending) as CUDA graphs; steps that only decode use them."""
-        limits, device, planner = self._limits, self._device, self._planner
+        limits, device, planner = self._limits, self.device, self._planner
         assert planner is not None
         self._slots, self._seq_lens, self._positions, self._kv_slots, *self._work = self._staging.fixed(self._pads)
         self._block_table = torch.zeros(limits.rows, limits.blocks, dtype=torch.int32, device=device)
@@ -200,7 +208,7 @@ class ModelRunner:
         block_table = self._staging.send(arrays, pads)[-1]
         self._block_table[:rows, : block_table.shape[1]].copy_(block_table)
         self._graphs.replay(size, shared)
-        return self._logits[:rows]
+        return self._logits[:rows, : self._sampler.vocab_size]
 
     def _decode(self, rows: int, shared: bool) -> None:
         """A decode step of the first rows of the buffers, from the token embedding to the sampled token."""
@@ -223,7 +231,9 @@ class ModelRunner:
         hidden = self._model(input_ids, self._positions[:rows], context)
         logits = self._model.logits(hidden, self._logits[:rows])
         assert self._sampler.fused is not None
-        self._sampler.fused(logits, slots, seq_lens, self._tokens[:rows], self._last_token)
+        self._sampler.fused(
+            logits[:, : self._sampler.vocab_size], slots, seq_lens, self._tokens[:rows], self._last_token
+        )
 
 
 def _padded(array: IntArray, size: int, value: int) -> IntArray:
@@ -239,22 +249,38 @@ def _staging_words(limits: StepLimits, pads: Sequence[int]) -> int:
     return max(words(padded), words(flat))
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """The rows of a step that sample."""
+
+    logits: Tensor  # [n, tokens]
+    rows: IntArray  # [n] of the step
+    slots: IntArray  # [n]
+    positions: IntArray  # [n]
+    logprobs: list[tuple[IntArray, IntArray, Logprobs]] = field(default_factory=list)  # (rows, how many asked for, ...)
+
+
 class _Launched:
     """A step whose tokens may still be on the way from the device."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        rows: IntArray,
-        tokens: Tensor | None,
-        logprobs: list[tuple[IntArray, IntArray, Logprobs]],
-        device: torch.device,
-    ) -> None:
-        self._num_rows, self._rows = num_rows, rows
-        self._tokens = None if tokens is None else _to_host(tokens)
-        self._logprobs = [(r, asked, Logprobs(*map(_to_host, found))) for r, asked, found in logprobs]
+    def __init__(self, runner: ModelRunner, num_rows: int, sampling: _Sampling, constrained: IndexArray) -> None:
+        self._runner, self._num_rows, self._rows = runner, num_rows, sampling.rows
+        self._waiting = (sampling, constrained)
+        if not len(constrained):
+            self._copy(sampling)
+
+    def constrain(self, masks: IntArray) -> None:
+        sampling, constrained = self._waiting
+        self._runner.constrain(sampling, constrained, masks)
+        self._copy(sampling)
+
+    def _copy(self, sampling: _Sampling) -> None:
+        """All rows are sampled: start the way to the host."""
+        del self._waiting  # and with it the logits
+        self._tokens = _to_host(self._runner.tokens(len(self._rows))) if len(self._rows) else None
+        self._logprobs = [(r, asked, Logprobs(*map(_to_host, found))) for r, asked, found in sampling.logprobs]
         # Waited for alone: what was launched since need not be done.
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if self._runner.device.type == "cuda" else None
         if self._copied is not None:
             self._copied.record()
 

@@ -8,6 +8,7 @@ scheduler and cache as a model does, at no cost; with a clock, it loads the serv
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -45,9 +46,13 @@ class SyntheticRunner:
         step_seconds: float = 0.0,
         prefill_tokens_per_second: float = float("inf"),
         depth: int = 0,
+        num_tokens: int = 256,
+        eos_token_id: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.depth = depth
+        self._num_tokens = num_tokens
+        self._fallback = eos_token_id
         self._block_size = block_size
         self._cache = np.zeros(num_blocks * block_size, np.uint64)
         self._last_token = np.zeros(num_slots, np.int32)
@@ -65,9 +70,17 @@ class SyntheticRunner:
         digest = np.where(visible, seen, np.uint64(0)).sum(axis=1, dtype=np.uint64)
         sampled = self.token(digest)
         self._last_token[step.slots[step.samples]] = sampled[step.samples]
+
+        def constrain(masks: IntArray) -> None:
+            rows = step.constrained
+            for row, mask in zip(rows.tolist(), masks, strict=True):
+                ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._num_tokens])
+                sampled[row] = ids[int(digest[row] % np.uint64(len(ids)))] if len(ids) else self._fallback
+            self._last_token[step.slots[rows]] = sampled[rows]
+
         duration = self._step_seconds + (step.num_tokens - step.num_decodes) / self._prefill_rate
         self._busy_until = max(self._busy_until, time.monotonic()) + duration
-        return _Timed(StepResult(sampled, {}), self._busy_until)
+        return _Timed(StepResult(sampled, {}), self._busy_until, constrain)
 
     def token(self, digest: _Hash) -> IntArray:
         """The next token of each row (int32 [rows]) from the sum of all that it read (uint64 [rows])."""
@@ -77,8 +90,9 @@ class SyntheticRunner:
 class _Timed:
     """A step that is done at a given time."""
 
-    def __init__(self, result: StepResult, done_at: float) -> None:
+    def __init__(self, result: StepResult, done_at: float, constrain: Callable[[IntArray], None]) -> None:
         self._result, self._done_at = result, done_at
+        self.constrain = constrain
 
     def result(self) -> StepResult:
         time.sleep(max(0.0, self._done_at - time.monotonic()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nanoengine.errors import InvalidRequestError
 from nanoengine.structured.grammar import Grammar
@@ -11,6 +13,11 @@ from nanoengine.structured.grammar import Grammar
 _MAX_INT = 2**31 - 1
 _MAX_STOPS = 64  # stop strings, or stop token ids: each costs a little at every token
 _MAX_STOP_LENGTH = 1024  # characters
+_MAX_BIASES = 1024
+_MAX_BIAS = 100
+_MAX_ALLOWED = 1 << 16
+_MAX_BAD_WORDS = 128
+_MAX_BAD_WORD_LENGTH = 256  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +45,15 @@ class SamplingParams:
     visible_special_tokens: tuple[int, ...] = ()  # shown all the same: marks that a parser of the text needs
     detokenize: bool = True  # off: token ids only, no text, no stop strings
     logprobs: int | None = None  # also return the log-probability of each token and of this many likeliest
-    structured: Grammar | None = None  # the answer matches it: then end of sequence is all that can be sampled
+    logit_bias: dict[int, float] | None = None  # token id -> added to its logit, before penalties and temperature
+    allowed_token_ids: tuple[int, ...] = ()  # if any, no other token is sampled, an end-of-sequence included
+    bad_words: tuple[str, ...] = ()  # the token that would complete one of these is not sampled
+    structured: Grammar | None = None  # the answer matches it, and then ends, whatever ignore_eos and min_tokens say
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
-            ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            _check(ok, name, "a finite number", value)
+            _check(_is_number(value), name, "a finite number", value)
         for name, optional in (
             ("top_k", False), ("min_tokens", False), ("max_tokens", True), ("seed", True), ("logprobs", True),
         ):  # fmt: skip
@@ -75,30 +84,55 @@ class SamplingParams:
             rule = f"at most max_tokens ({self.max_tokens})"
             _check(self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
         self._check_stops()
-        ok = self.structured is None or isinstance(self.structured, Grammar)
-        _check(ok, "structured", "a Grammar", self.structured)
+        self._check_constraints()
 
     def _check_range(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)
         _check(low <= value <= high, name, f"between {low} and {high}", value)
 
     def _check_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
-            rule = f"a list of at most {_MAX_STOPS}"
-            _check(value is None or isinstance(value, (tuple, list)), name, rule, value)
-            object.__setattr__(self, name, tuple(value or ()))
-            _check(len(getattr(self, name)) <= _MAX_STOPS, name, rule, value)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            self._as_tuple(name, _MAX_STOPS, f"a list of at most {_MAX_STOPS}")
         rule = f"non-empty strings of at most {_MAX_STOP_LENGTH} whole characters"
-        _check(all(map(_is_stop_string, self.stop)), "stop", rule, self.stop)
+        _check(all(_is_text(stop, _MAX_STOP_LENGTH) for stop in self.stop), "stop", rule, self.stop)
         _check(not self.stop or self.detokenize, "stop", "empty when detokenize is off", self.stop)
         for name in ("stop_token_ids", "visible_special_tokens"):
-            ok = all(_is_int(token) and 0 <= token <= _MAX_INT for token in getattr(self, name))
+            ok = all(map(_is_token_id, getattr(self, name)))
             _check(ok, name, "token ids (integers, 0 or more)", getattr(self, name))
+
+    def _check_constraints(self) -> None:
+        bias = {} if self.logit_bias is None else self.logit_bias
+        rule = f"at most {_MAX_BIASES} token ids (integers, 0 or more) with numbers from -{_MAX_BIAS} to {_MAX_BIAS}"
+        ok = isinstance(bias, Mapping) and len(bias) <= _MAX_BIASES and all(map(_is_token_id, bias))
+        ok = ok and all(_is_number(value) and abs(value) <= _MAX_BIAS for value in bias.values())
+        _check(ok, "logit_bias", rule, self.logit_bias)
+        object.__setattr__(self, "logit_bias", dict(bias) or None)
+
+        rule = f"a list of at most {_MAX_ALLOWED} token ids (integers, 0 or more)"
+        allowed = self._as_tuple("allowed_token_ids", _MAX_ALLOWED, rule)
+        _check(all(map(_is_token_id, allowed)), "allowed_token_ids", rule, allowed)
+        rule = f"a list of at most {_MAX_BAD_WORDS} strings of 1 to {_MAX_BAD_WORD_LENGTH} whole characters"
+        words = self._as_tuple("bad_words", _MAX_BAD_WORDS, rule)
+        _check(all(_is_text(word, _MAX_BAD_WORD_LENGTH) and word.strip() for word in words), "bad_words", rule, words)
+        ok = self.structured is None or isinstance(self.structured, Grammar)
+        _check(ok, "structured", "a Grammar", self.structured)
+
+    def _as_tuple(self, name: str, most: int, rule: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        _check(value is None or (isinstance(value, (tuple, list)) and len(value) <= most), name, rule, value)
+        object.__setattr__(self, name, tuple(value or ()))
+        return getattr(self, name)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the tokens so far say which ones may come next: see ``nanoengine.structured``."""
+        return self.structured is not None or bool(self.allowed_token_ids or self.bad_words)
 
 
 def _check(condition: bool, param: str, rule: str, value: object) -> None:
@@ -115,8 +149,16 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_stop_string(value: object) -> bool:
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_STOP_LENGTH:
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_INT
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: object, most: int) -> bool:
+    if not isinstance(value, str) or not 0 < len(value) <= most:
         return False
     try:
         value.encode()

@@ -36,7 +36,8 @@ class Penalties:
             self._row[slot] = self._num_rows
             self._num_rows += 1
         counts = 2 * np.bincount(output, minlength=self._vocab_size)
-        counts[prompt] += 1  # buffered indexing: once per distinct token
+        # Buffered indexing: once per distinct token. A prompt may hold ids of the padding, which are never sampled.
+        counts[prompt[prompt < self._vocab_size]] += 1
         self._counts[int(self._row[slot])] = torch.from_numpy(counts.astype(np.int32))
 
     def apply(self, logits: Tensor, slots: IntArray, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Sampler: logits of one step -> one token per row, and log-probabilities for rows that asked.
 
-In vLLM's order: min_tokens, penalties, temperature, min-p, top-k, top-p, draw. Log-probabilities are of the raw
-distribution, before all of that.
+In vLLM's order: masks (grammar, allowed tokens, bad words), logit bias, min_tokens, penalties, temperature, min-p,
+top-k, top-p, draw. Log-probabilities are of the raw distribution, before all of that: they say what the model thinks,
+the sampled token's is finite whatever was forbidden beside it, and they do not change with how it is sampled.
 
 Settings are a table indexed by slot, on the host. A step gathers its rows from it, decides from them which work is
 needed at all (a step of greedy rows is one argmax, unfiltered rows sort nothing), and sends the few numbers that the
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.sampling import filters
+from nanoengine.sampling.bias import Biases
 from nanoengine.sampling.penalties import Penalties
 from nanoengine.sampling.random import request_seed, uniform
 from nanoengine.scheduling.step import Admission, BoolArray, IntArray
@@ -39,6 +41,7 @@ _ROW = np.dtype(
         ("top_p", np.float64),
         ("min_p", np.float32),
         ("penalised", np.bool_),
+        ("biased", np.bool_),
         ("repetition", np.float32),
         ("presence", np.float32),
         ("frequency", np.float32),
@@ -81,45 +84,51 @@ class Sampler:
         seed: int,
         fused: DeviceSampler | None = None,
     ) -> None:
-        """``fused`` takes the rows that it can; the others, or without it all, are ``special``."""
+        """``vocab_size`` without padding. ``fused`` takes the rows that it can; the others, or without it all, are
+        ``special``."""
         self.fused = fused
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._seed = seed
-        self._fallback = eos_token_ids[0] if eos_token_ids else 0
+        self._fallback = next((i for i in eos_token_ids if i < vocab_size), 0)
         self._table = np.zeros(num_slots, dtype=_ROW)
         self._ending_ids = np.zeros((num_slots, max(1, len(eos_token_ids))), dtype=np.int64)
         self._penalties = Penalties(num_slots, vocab_size, device)
+        self._biases = Biases(device)
+        self._masking = _masking_table(device)
 
     def admit(self, admission: Admission) -> None:
         """Set up the slot of a sequence that starts, or starts again after a preemption, before its first row."""
         slot, params = admission.slot, admission.params
         penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
-        ending_ids = [i for i in (*self._eos_token_ids, *params.stop_token_ids) if i < self._vocab_size]
+        ending_ids = [i for i in (*self._eos_token_ids, *params.stop_token_ids) if i < self.vocab_size]
         row = self._table[slot]
         row["temperature"] = max(params.temperature, 1e-30) if params.temperature else 0  # no underflow into greedy
-        row["top_k"] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        row["top_k"] = params.top_k if 0 < params.top_k < self.vocab_size else 0
         row["top_p"] = params.top_p
         row["min_p"] = params.min_p
         row["penalised"] = penalised
+        row["biased"] = params.logit_bias is not None
         row["repetition"] = params.repetition_penalty
         row["presence"] = params.presence_penalty
         row["frequency"] = params.frequency_penalty
         row["seed"] = request_seed(params.seed, self._seed, admission.key)
         row["stoppable_from"] = len(admission.prompt) + params.min_tokens if ending_ids else 0
-        row["logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self._vocab_size)
+        row["logprobs"] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         if penalised:
             self._penalties.admit(slot, admission.prompt, admission.output)
+        if params.logit_bias is not None:
+            self._biases.admit(slot, params.logit_bias)
         if params.min_tokens and ending_ids:
             self._set_ending_ids(slot, ending_ids)
 
     def special(self, slots: IntArray, positions: IntArray) -> BoolArray:
-        """Which rows the fused kernel cannot sample; arguments as for a call."""
+        """Which rows the fused kernel cannot sample, masks apart; arguments as for a call."""
         if self.fused is None:
             return np.ones(len(slots), np.bool_)
         rows = self._table[slots]
-        return rows["penalised"] | (rows["logprobs"] >= 0) | (positions < rows["stoppable_from"])
+        return rows["penalised"] | rows["biased"] | (rows["logprobs"] >= 0) | (positions < rows["stoppable_from"])
 
     def settings(self, slots: IntArray) -> IntArray:
         """What the fused kernel has to know of these slots: int32 [n, 8], to be sent to ``fused.update``."""
@@ -128,24 +137,32 @@ class Sampler:
         rows = self._table[slots]
         return self.fused.pack(*(rows[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")))
 
-    def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
+    def __call__(self, logits: Tensor, slots: IntArray, positions: IntArray, masks: IntArray | None = None) -> Sampled:
         """Sample row i of ``logits`` [n, vocab] (any float dtype, left as it is) for the sequence in ``slots[i]``.
 
         ``positions[i]`` is the index in the sequence of the token that is sampled: prompt length + index in the output.
+        ``masks``, if any, are one for each row, of the form that ``nanoengine.structured.masks`` describes.
         """
         rows = self._table[slots]
-        tokens = self._choose(self._adjust(logits, slots, rows, positions), rows, positions)
+        tokens = self._choose(self._adjust(logits, slots, rows, positions, masks), rows, positions)
         penalised = np.flatnonzero(rows["penalised"])
         if len(penalised):
             self._penalties.record(slots[penalised], tokens[self._send(penalised)])
         return Sampled(tokens, self._logprobs(logits, tokens, rows))
 
-    def _adjust(self, logits: Tensor, slots: IntArray, rows: Rows, positions: IntArray) -> Tensor:
-        """Logits after min_tokens and penalties: a float32 copy if any row has one of them, else the argument."""
+    def _adjust(
+        self, logits: Tensor, slots: IntArray, rows: Rows, positions: IntArray, masks: IntArray | None = None
+    ) -> Tensor:
+        """Logits after masks, biases, min_tokens, penalties: a float32 copy if any row has one, else the argument."""
+        biased = np.flatnonzero(rows["biased"])
         unstoppable = np.flatnonzero(positions < rows["stoppable_from"])
         penalised = np.flatnonzero(rows["penalised"])
-        if len(unstoppable) or len(penalised):
+        if masks is not None:
+            logits = self._mask(logits, masks)
+        elif len(biased) or len(unstoppable) or len(penalised):
             logits = logits.to(torch.float32, copy=True)
+        if len(biased):
+            self._biases.apply(logits, biased, slots[biased])
         if len(unstoppable):
             ids = self._send(self._ending_ids[slots[unstoppable]])
             logits[self._send(unstoppable).unsqueeze(1), ids] = -torch.inf
@@ -153,6 +170,14 @@ class Sampler:
             settings = [self._send(rows[name][penalised]) for name in ("repetition", "presence", "frequency")]
             self._on_rows(logits, penalised, lambda some: self._penalties.apply(some, slots[penalised], *settings))
         return logits
+
+    def _mask(self, logits: Tensor, masks: IntArray) -> Tensor:
+        """Float32 ``logits`` [n, vocab] with -inf for the tokens that ``masks`` int32 [n, words] forbid."""
+        # Eight tokens are looked up at once and added: on CPU 0.1 ms for 8 rows of 49152, where unpacked bits and
+        # torch's masked_fill take 0.7.
+        octets = self._send(masks.view(np.uint8).reshape(-1)).int()
+        added = self._masking.index_select(0, octets).view(len(logits), -1)
+        return logits + added[:, : logits.shape[1]]
 
     def _choose(self, logits: Tensor, rows: Rows, positions: IntArray) -> Tensor:
         greedy = rows["temperature"] == 0
@@ -223,3 +248,9 @@ class Sampler:
 
     def _send(self, array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array.copy()).to(self._device, non_blocking=True)
+
+
+def _masking_table(device: torch.device) -> Tensor:
+    """What each value of a mask's byte adds to the logits of its eight tokens, the lowest bit's first: [256, 8]."""
+    bits = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.zeros(256, 8).masked_fill_(bits == 0, -torch.inf).to(device)

@@ -42,6 +42,7 @@ class Limits:
     vocab_size: int
     watermark_blocks: int = 0
     prefix_caching: bool = True
+    num_tokens: int | None = None  # of the vocabulary; its ids from there on are padding. None: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,12 @@ class Scheduler:
         """Queue a request. Raises ``InvalidRequestError`` or ``ContextLengthError`` if it could never be served."""
         if key in self._sequences:
             raise InvalidRequestError(f"request {key} is already running", code="duplicate_request")
-        check_request(prompt, params, self.limits.max_model_len, self.limits.vocab_size)
+        self.check_request(prompt, params)
         prompt_len = len(prompt)
         room = self.limits.max_model_len - prompt_len
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        # A grammar says when the answer is complete, and there is no other way to end then.
+        ignore_eos = params.ignore_eos and params.structured is None
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if ignore_eos else self._eos)
         self._is_stop[list(params.stop_token_ids)] = True
         seq = Sequence(
             key=key,
@@ -136,6 +139,11 @@ class Scheduler:
         self._arrivals += 1
         self._sequences[key] = seq
         self._enqueue(seq)
+
+    def check_request(self, prompt: IntArray, params: SamplingParams) -> None:
+        """Raise what ``add`` would."""
+        limits = self.limits
+        check_request(prompt, params, limits.max_model_len, limits.vocab_size, limits.num_tokens or limits.vocab_size)
 
     def abort(self, key: int) -> bool:
         """End a request in whatever state it is; False if it is not (or no longer) known. Later tokens are dropped."""
@@ -214,6 +222,7 @@ class Scheduler:
             tokens=np.concatenate(token_ids) if token_ids else _NO_TOKENS,
             block_table=slots.block_table[row_slots, :width],
             admissions=tuple(admissions),
+            constrained=np.flatnonzero(samples & slots.constrained[row_slots]).astype(np.int32),
         )
         slots.scheduled[row_slots] = ends
         slots.tokens[row_slots] += samples
@@ -318,6 +327,7 @@ class Scheduler:
         slots.last_step[slot] = 0
         slots.alive[slot] = True
         slots.decoding[slot] = False
+        slots.constrained[slot] = seq.params.constrained
         self._running[slot] = seq
         self._prefilling.append(seq)
         if not seq.started:
@@ -376,7 +386,9 @@ class Scheduler:
         for i in np.flatnonzero(at_limit | self._is_stop[new]).tolist():
             key, token = int(step.keys[rows[i]]), int(new[i])
             seq = self._sequences[key]
-            if token in seq.stop_ids and known[i] - seq.prompt_len >= seq.params.min_tokens:
+            # Before min_tokens a stop token is sampled only where nothing else could be: a grammar is complete.
+            enough = known[i] - seq.prompt_len >= seq.params.min_tokens or seq.params.structured is not None
+            if token in seq.stop_ids and enough:
                 finished.append(Finished(key, "stop", token))
             elif at_limit[i]:
                 finished.append(Finished(key, "length"))

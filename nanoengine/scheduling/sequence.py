@@ -62,4 +62,5 @@ class Slots:
         self.last_step = np.zeros(num_slots, np.int64)  # id of the last step that names the slot
         self.alive = np.zeros(num_slots, np.bool_)  # results of steps in flight still count
         self.decoding = np.zeros(num_slots, np.bool_)  # prefill is scheduled to its end
+        self.constrained = np.zeros(num_slots, np.bool_)
         self.free = list(range(num_slots - 1, -1, -1))

@@ -48,6 +48,7 @@ class Step:
     tokens: IntArray  # [sum of counts over non-decode rows]
     block_table: IntArray  # [rows, width] physical block of each logical block; entries past the row's length are 0
     admissions: tuple[Admission, ...]
+    constrained: IntArray  # rows that sample, and whose masks depend on the tokens of the steps before
 
     @property
     def num_tokens(self) -> int:

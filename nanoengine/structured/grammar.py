@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from nanoengine.errors import InvalidRequestError
@@ -19,45 +19,49 @@ _MAX_DEPTH = 64  # of nesting in a schema: libraries recurse where it nests
 class Grammar:
     """An answer must match this, whole. Equal grammars are compiled once.
 
-    Raises ``InvalidRequestError`` (``param`` is "structured_outputs") for what can be seen to be wrong without
-    compiling it; the rest is found by the engine, before the first token.
+    Raises ``InvalidRequestError``, naming ``field``, for what can be seen to be wrong without compiling it; the rest is
+    found by the engine, before the first token.
     """
 
     kind: Kind
     text: str = ""  # JSON Schema; "" for json_object; a regular expression; a JSON list of strings; Lark or GBNF
+    field: str = field(default="structured_outputs", compare=False)  # of the request: where it came from, "a.b.c"
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise refused(f"kind must be one of {', '.join(get_args(Kind))}")
+            raise self.refused(f"kind must be one of {', '.join(get_args(Kind))}")
         if not isinstance(self.text, str) or len(self.text) > MAX_TEXT:
-            raise refused(f"{self.kind} must be a text of at most {MAX_TEXT} characters")
-        try:
-            self.text.encode()
-        except UnicodeEncodeError:
-            raise refused(f"{self.kind} holds half of a surrogate pair (\\ud800 to \\udfff)") from None
+            raise self.refused(f"must be a text of at most {MAX_TEXT} characters")
+        self._check_characters(self.text)
         if self.kind in ("json_schema", "choice"):
             self._check_json()
         elif (self.kind == "json_object") != (self.text == ""):
-            raise refused(f"{self.kind} must {'have no text' if self.text else 'not be empty'}")
+            raise self.refused("must have no text" if self.text else "must not be empty")
 
     def _check_json(self) -> None:
         try:
             value = json.loads(self.text)
         except (ValueError, RecursionError) as error:
-            raise refused(f"{self.kind} is not valid JSON: {error}") from None
+            raise self.refused(f"is not valid JSON: {error}") from None
         if self.kind == "choice":
             strings = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
             if not strings or not 0 < len(value) <= MAX_CHOICES:
-                raise refused(f"choice must be a list of 1 to {MAX_CHOICES} strings that are not empty")
+                raise self.refused(f"must be a list of 1 to {MAX_CHOICES} strings that are not empty")
+            self._check_characters("".join(value))  # again: JSON writes them as escapes
         elif not isinstance(value, (dict, bool)):
-            raise refused("json_schema must be an object, true or false")
+            raise self.refused("must be an object, true or false")
         elif _depth(value) > _MAX_DEPTH:
-            raise refused(f"json_schema is nested deeper than {_MAX_DEPTH} levels")
+            raise self.refused(f"is nested deeper than {_MAX_DEPTH} levels")
 
+    def _check_characters(self, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise self.refused("holds half of a surrogate pair (\\ud800 to \\udfff)") from None
 
-def refused(message: str) -> InvalidRequestError:
-    """The error for a grammar that cannot be served."""
-    return InvalidRequestError(message, param="structured_outputs", code="invalid_grammar")
+    def refused(self, reason: str) -> InvalidRequestError:
+        """The error for this grammar: it cannot be served, for this reason."""
+        return InvalidRequestError(f"{self.field}: {reason}", param=self.field.split(".")[0], code="invalid_grammar")
 
 
 def _depth(value: Any) -> int:

@@ -146,7 +146,7 @@ async def test_a_slow_consumer_gets_large_deltas_and_delays_nobody(engine: Async
         ([1.5], SamplingParams(), InvalidRequestError, "integers"),
         ([7] * 1024, SamplingParams(), ContextLengthError, "at most 1023"),
         ([7] * 1000, SamplingParams(max_tokens=100), ContextLengthError, "at most 24 tokens"),
-        ([7], SamplingParams(stop_token_ids=(10**6,)), InvalidRequestError, "stop token id"),
+        ([7], SamplingParams(stop_token_ids=(10**6,)), InvalidRequestError, "stop_token_ids: token id"),
     ],
 )
 async def test_a_bad_request_says_what_to_change_and_the_engine_lives_on(

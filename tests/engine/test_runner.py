@@ -60,6 +60,7 @@ def test_a_mixed_step_is_laid_out_row_by_row() -> None:
         tokens=np.arange(5, dtype=np.int32),
         block_table=np.array([[3, 4], [1, 0], [2, 6]], np.int32),
         admissions=(),
+        constrained=np.empty(0, np.int32),
     )
     inputs = flatten(step, block_size=4)
     assert inputs.positions.tolist() == [5, 0, 1, 2, 4, 5]

@@ -1,0 +1,108 @@
+"""Constraints: for each sequence that has one, which tokens may come next, given those that it has.
+
+A constraint belongs to a request, not to a slot: it follows the tokens as they retire, so a preemption, which loses
+none of them, is nothing to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import llguidance
+import numpy as np
+
+from nanoengine.sampling.params import SamplingParams
+from nanoengine.scheduling.step import IntArray, KeyArray
+from nanoengine.structured import masks
+from nanoengine.structured.compiler import Compiled
+from nanoengine.structured.grammar import Grammar
+
+
+class Constraints:
+    """Of one engine's sequences, by their keys."""
+
+    def __init__(self, num_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._num_tokens = num_tokens
+        self._not_eos = ~masks.only([i for i in eos_token_ids if i < num_tokens], num_tokens)
+        self._of: dict[int, _Constraint] = {}
+        self._masks = masks.full(0, num_tokens)  # reused: a row of a large vocabulary is 20 kB
+        self._executor: llguidance.LLExecutor | None = None  # threads, so only where there is something to match
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, key: int, params: SamplingParams, compiled: Compiled) -> None:
+        """Begin a sequence."""
+        self._of[key] = _Constraint(params, compiled, self._num_tokens)
+        if compiled.matcher is not None and self._executor is None:
+            self._executor = llguidance.LLExecutor()
+
+    def drop(self, key: int) -> None:
+        """The sequence has ended, if it was one of these."""
+        self._of.pop(key, None)
+
+    def masks(self, keys: KeyArray) -> IntArray:
+        """What each of these sequences may sample next, int32 [n, words]; valid until the next call.
+
+        Sequences that are not known may sample anything: they have ended, and their token will be dropped.
+        """
+        if len(keys) > len(self._masks):
+            self._masks = masks.full(2 * len(keys), self._num_tokens)
+        rows = self._masks[: len(keys)]
+        rows.fill(-1)
+        found = [(i, self._of[key]) for i, key in enumerate(keys.tolist()) if key in self._of]
+        matchers = [(one.matcher, i) for i, one in found if one.matcher is not None]
+        if matchers:
+            assert self._executor is not None
+            self._executor.unsafe_compute_mask_ptr(matchers, rows.ctypes.data, rows.shape[1] * 4, len(rows))
+        for i, one in found:
+            one.narrow(rows[i], self._not_eos)
+        return rows
+
+    def advance(self, keys: Iterable[int], tokens: Iterable[int]) -> list[tuple[int, Grammar]]:
+        """Each sequence has this new token. Returns (key, grammar) of those whose grammar does not have it.
+
+        That takes a row of which nothing was left to sample, or a grammar that has grown beyond the library's limits.
+        """
+        followed = []
+        for key, token in zip(keys, tokens, strict=True):
+            if (one := self._of.get(key)) is not None:
+                one.follow(token)
+                if one.matcher is not None:
+                    followed.append((key, one, (one.matcher, token)))
+        if not followed:
+            return []
+        assert self._executor is not None
+        accepted = self._executor.consume_token_par([pair for _, _, pair in followed])
+        return [
+            (key, one.grammar) for (key, one, _), ok in zip(followed, accepted, strict=True) if not ok and one.grammar
+        ]
+
+
+class _Constraint:
+    """One sequence's."""
+
+    __slots__ = ("_allowed", "_bad_words", "_goes_on", "_tail", "grammar", "matcher")
+
+    def __init__(self, params: SamplingParams, compiled: Compiled, num_tokens: int) -> None:
+        self.grammar = params.structured
+        self.matcher = None if compiled.matcher is None else compiled.matcher.deep_copy()
+        self._goes_on = self.matcher is not None and params.ignore_eos
+        self._allowed = masks.only(params.allowed_token_ids, num_tokens) if params.allowed_token_ids else None
+        self._bad_words = compiled.bad_words
+        self._tail: list[int] = []  # the last tokens of the output, as many as a bad word has before its last
+
+    def follow(self, token: int) -> None:
+        if self._bad_words:
+            most = max(map(len, self._bad_words)) - 1
+            self._tail = [*self._tail, token][-most:] if most else []
+
+    def narrow(self, mask: IntArray, not_eos: IntArray) -> None:
+        """Take away from ``mask`` int32 [words], in place, what else may not come."""
+        if self._allowed is not None:
+            mask &= self._allowed
+        for *before, last in self._bad_words:
+            if not before or self._tail[-len(before) :] == before:
+                mask[last // 32] &= np.int32(~(1 << last % 32) if last % 32 < 31 else 0x7FFFFFFF)
+        if self._goes_on and (rest := mask & not_eos).any():
+            mask[:] = rest

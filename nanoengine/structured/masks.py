@@ -1,0 +1,30 @@
+"""Masks: which tokens a row may sample, one bit for each.
+
+Int32 [rows, words]; token t is allowed if bit t % 32 of word t // 32 is set. That is llguidance's form. Bits beyond the
+last token mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from nanoengine.scheduling.step import IntArray
+
+
+def full(rows: int, num_tokens: int) -> IntArray:
+    """Masks that allow every token."""
+    return np.full((rows, -(-num_tokens // 32)), -1, np.int32)
+
+
+def only(ids: Iterable[int], num_tokens: int) -> IntArray:
+    """The mask, int32 [words], that allows these tokens and no others."""
+    bits = np.zeros(-(-num_tokens // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def allowed(masks: IntArray, num_tokens: int) -> np.ndarray:
+    """The masks as bool [rows, num_tokens]."""
+    return np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")[..., :num_tokens].view(np.bool_)
