@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.config import AppArgs
-from deployments.ingress import protocol
+from deployments.ingress import messages, protocol, responses
 from deployments.ingress.chat import ChatPartsFormat
 from deployments.ingress.dialect import TAIL, Dialect
 from deployments.ingress.errors import (
@@ -38,7 +38,10 @@ from deployments.ingress.errors import (
     unavailable,
 )
 from deployments.ingress.limits import Admission
+from deployments.ingress.messages import MessagesFormat, MessagesRequest
+from deployments.ingress.protocol import renaming
 from deployments.ingress.reading import Reading
+from deployments.ingress.responses import ResponsesFormat, ResponsesRequest
 from deployments.ingress.streaming import (
     ChatFormat,
     Choice,
@@ -174,6 +177,9 @@ class Api:
 
         generation("/v1/chat/completions", protocol.ChatRequest, self._chat)
         generation("/v1/completions", protocol.CompletionRequest, self._completion)
+        generation("/v1/responses", ResponsesRequest, self._responses)
+        generation("/v1/messages", MessagesRequest, self._messages)
+        computation("/v1/messages/count_tokens", messages.Prompt, self._count_tokens)
         computation("/tokenize", TokenizeRequest, self._tokenize)
         computation("/detokenize", DetokenizeRequest, self._detokenize)
         for path in NO_GENERATION:
@@ -233,6 +239,24 @@ class Api:
             return ChatFormat if reading.plain else partial(ChatPartsFormat, reading=reading)
 
         return await self._conversation(protocol.parse(protocol.ChatRequest, body), format, "chatcmpl-")
+
+    async def _responses(self, body: bytes) -> Job:
+        request = protocol.parse(ResponsesRequest, body)
+
+        def format(reading: Reading) -> NewFormat:
+            return partial(ResponsesFormat, reading=reading, request=request)
+
+        chat = request.to_chat(self._text.dialect.switches_thinking)
+        with renaming(responses.NAMES):
+            return await self._conversation(chat, format, "resp_")
+
+    async def _messages(self, body: bytes) -> Job:
+        def format(reading: Reading) -> NewFormat:
+            return partial(MessagesFormat, reading=reading)
+
+        chat = protocol.parse(MessagesRequest, body).to_chat(self._text.dialect)
+        with renaming(messages.NAMES):
+            return await self._conversation(chat, format, "msg_")
 
     async def _conversation(
         self, request: protocol.ChatRequest, format: Callable[[Reading], NewFormat], id: str
@@ -319,6 +343,12 @@ class Api:
         )
 
     # Bodies that ask for no generation.
+
+    async def _count_tokens(self, body: bytes) -> dict[str, Any]:
+        chat = protocol.parse(messages.Prompt, body).to_chat(self._text.dialect)
+        self._check_model(chat.model)
+        with renaming(messages.NAMES):
+            return {"input_tokens": len(await self._prompt(chat, self._tools(chat)))}
 
     async def _tokenize(self, body: bytes) -> dict[str, Any]:
         request = protocol.parse(TokenizeRequest, body)

@@ -9,13 +9,16 @@ because a mistyped ``max_token`` that is ignored costs its user more than an err
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from deployments.ingress.errors import MAX_PARAM, ApiError, bad_request
+from deployments.ingress.errors import MAX_PARAM, ApiError, bad_request, from_invalid_request
 from deployments.ingress.structured import StructuredFields
+from nanoengine.errors import InvalidRequestError
 from nanoengine.sampling.params import SamplingParams
 
 INFORMATIVE = frozenset(
@@ -296,6 +299,36 @@ def parse(model: type[R], body: bytes) -> R:
         return model.model_validate(data)
     except ValidationError as error:
         raise _explained(error) from None
+
+
+def chat_request(body: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """The chat request that a body of another API was translated to; nulls are absent.
+
+    Raises ``ApiError`` (400) in that API's words: ``names`` has its name for a field, where it is another.
+    """
+    with renaming(names):
+        try:
+            return ChatRequest.model_validate({name: value for name, value in body.items() if value is not None})
+        except ValidationError as error:
+            raise _explained(error) from None
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a chat request leave the block in the words of the API that it was translated from."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise _renamed(from_invalid_request(error), names) from error
+    except ApiError as error:
+        raise _renamed(error, names) from error
+
+
+def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    if (name := names.get(error.param or "")) is None:
+        return error
+    message = error.message.replace(error.param or "", name, 1)
+    return ApiError(error.status, message, type=error.type, param=name, code=error.code)
 
 
 def _explained(error: ValidationError) -> ApiError:

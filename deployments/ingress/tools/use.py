@@ -32,7 +32,7 @@ class ToolUse:
     def of(
         cls, tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel: bool | None, dialect: Dialect
     ) -> ToolUse | None:
-        """None: the answer is plain. Raises ``ApiError`` (400).
+        """None: the answer is plain. Raises ``ApiError`` (400) and ``InvalidRequestError``.
 
         With ``tool_choice`` "none" the model does not even see the tools: that it calls none is then sure. The price is
         another prompt, and so a cache that is cold from there on.
@@ -76,9 +76,14 @@ class ToolUse:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a function's arguments. A function without parameters has none, as OpenAI says."""
+    """The schema of a function's arguments. A function without parameters takes none, as OpenAI says.
+
+    Raises ``InvalidRequestError``.
+    """
     parameters = tool.function.parameters
-    return {"type": "object"} | parameters if parameters else NO_ARGUMENTS
+    schema = {"type": "object"} | parameters if parameters else NO_ARGUMENTS
+    Grammar("json_schema", json.dumps(schema), "tools")  # refuses what is nested too deep
+    return schema
 
 
 def constraint(
@@ -97,7 +102,8 @@ def constraint(
     if tools is not None:
         calls = tools.format.grammar(tools.functions, tools.parallel, dialect.terminal)
         bodies.append(("calls", calls))
-    return Grammar("grammar", grammar.whole(bodies, dialect.terminal, opened=opened))
+    field = structured.field if structured is not None else "tools"
+    return Grammar("grammar", grammar.whole(bodies, dialect.terminal, opened=opened), field)
 
 
 def _answer(structured: Grammar) -> str:
@@ -110,8 +116,8 @@ def _answer(structured: Grammar) -> str:
         case "choice":
             return "answer: " + " | ".join(map(json.dumps, json.loads(structured.text))) + "\n"
     raise bad_request(
-        f"{structured.kind} cannot be had together with tools, nor with a model that reasons before it answers; "
+        f"{structured.field} cannot be had together with tools, nor with a model that reasons before it answers; "
         "chat_template_kwargs.enable_thinking false may turn that off",
-        "structured_outputs",
+        structured.field.split(".")[0],
         "unsupported_parameter",
     )
