@@ -3,7 +3,7 @@
 A schema of ordinary size takes about a millisecond, the largest that are let through take seconds, and a hostile one
 would take hours and all memory. The library stops what grows in its lexer and its grammar (``_limits``). It recurses
 where one rule refers to another, and a stack that overflows ends the process: hence the threads' stacks, which hold
-the longest chain that ``MAX_TEXT`` has room for. What it does not bound is refused before (``_check_multiples``).
+the longest chain that ``MAX_TEXT`` has room for. What it does not bound is refused before, in ``json_schema.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from decimal import Decimal
+from functools import cached_property
 from typing import Any
 
 import llguidance
@@ -25,6 +25,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from nanoengine.errors import ModelLoadError
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.structured.grammar import Grammar
+from nanoengine.structured.json_schema import SchemaError, prepared
 from nanoengine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("nanoengine")
@@ -33,7 +34,6 @@ THREADS = 2
 CACHE_ENTRIES = 256
 CACHE_TEXT = 16 << 20  # characters of grammars: what is compiled grows with it
 _STACK = 256 << 20  # bytes; only what is touched takes memory
-_MAX_MULTIPLE = 100_000  # states of an automaton that knows a remainder: 0.3 s
 _MAX_DETAIL = 400  # characters of the library's explanation
 
 # A model that may put any amount of space between two tokens of JSON can do so for ever, and does at times. This lets
@@ -123,12 +123,36 @@ class _Tokens:
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int, eos_token_ids: list[int]) -> None:
         self._tokenizer = tokenizer
+        self._special = {i for i in tokenizer.special_ids if i < num_tokens}.union(eos_token_ids)
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else 0
         self.tokens = [tokenizer.token_bytes(i) for i in range(num_tokens)]
-        self.special_token_ids = sorted({i for i in tokenizer.special_ids if i < num_tokens}.union(eos_token_ids))
+        self.special_token_ids = sorted(self._special)
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """How a model would write ``text``: where a grammar leaves one text only, the library asks for just that.
+
+        The tokenizer's own way, unless that is not the same text: some put a space before it, and all take "<|im_end|>"
+        for the special token.
+        """
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        data = text.encode()
+        same = b"".join(self.tokens[i] if i < len(self.tokens) else b"" for i in ids) == data
+        return ids if same and self._special.isdisjoint(ids) else self._longest_first(data)
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        return {data: i for i, data in enumerate(self.tokens) if data and i not in self._special}
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        """``data`` in tokens, each the longest that fits; as far as there are any."""
+        ids, most = [], max(map(len, self._by_bytes))
+        while data:
+            length = next((n for n in range(min(most, len(data)), 0, -1) if data[:n] in self._by_bytes), 0)
+            if length == 0:
+                break
+            ids.append(self._by_bytes[data[:length]])
+            data = data[length:]
+        return ids
 
 
 def _limits() -> llguidance.LLParserLimits:
@@ -163,10 +187,11 @@ def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case "regex":
             # The whole answer has to match, so an anchor at an end says nothing; inside, the library refuses them.
+            # "d": \d is 0 to 9, as in JSON Schema, and not every digit of Unicode.
             text = grammar.text.removeprefix("^")
             if text.endswith("$") and not re.search(r"(?<!\\)(\\\\)*\\\$$", text):
                 text = text[:-1]
-            return llguidance.LLMatcher.grammar_from_regex(text)
+            return llguidance.LLMatcher.grammar_from_lark(f"start: /{llguidance.regex_to_lark(text, 'd')}/")
         case "choice":
             # As a regular expression it is one automaton; alternatives of a grammar are tried one by one.
             return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, json.loads(grammar.text))))
@@ -179,7 +204,10 @@ def _source(grammar: Grammar) -> str:
             schema: Any = {"type": "object"}
         case "json_schema":
             schema = json.loads(grammar.text)
-            _check_multiples(schema)
+            try:
+                schema = prepared(schema)
+            except SchemaError as error:
+                raise GrammarError(str(error)) from None
     # "lenient" is a switch that a schema could set itself, to have keywords ignored.
     return llguidance.LLMatcher.grammar_from_json_schema(
         json.dumps(schema), overrides={"lenient": False, "whitespace_pattern": _WHITESPACE}
@@ -188,32 +216,6 @@ def _source(grammar: Grammar) -> str:
 
 def _literal(text: str) -> str:
     return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text)
-
-
-def _check_multiples(schema: Any) -> None:
-    """The states for remainders multiply where schemas are combined, so what counts is the product of all of them."""
-    product = 1
-    for multiple in {value for value in _values_of("multipleOf", schema) if isinstance(value, (int, float))}:
-        _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
-        zeros = max(exponent, 0) if isinstance(exponent, int) else 0
-        product *= int("".join(map(str, digits))) * 10 ** min(zeros, 9) or 1
-        if product > _MAX_MULTIPLE:
-            raise GrammarError(
-                f"is too large: its values of multipleOf come to {product} without decimal points, and the "
-                f"most is {_MAX_MULTIPLE}"
-            )
-
-
-def _values_of(key: str, schema: Any) -> Iterator[Any]:
-    stack = [schema]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            if key in item:
-                yield item[key]
-            stack.extend(item.values())
-        elif isinstance(item, list):
-            stack.extend(item)
 
 
 def _spellings(tokenizer: Tokenizer, word: str) -> Iterator[tuple[int, ...]]:

@@ -23,7 +23,8 @@ class Constraints:
 
     def __init__(self, num_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
         self._num_tokens = num_tokens
-        self._not_eos = ~masks.only([i for i in eos_token_ids if i < num_tokens], num_tokens)
+        self._eos_token_ids = frozenset(i for i in eos_token_ids if i < num_tokens)
+        self._not_eos = ~masks.only(self._eos_token_ids, num_tokens)
         self._of: dict[int, _Constraint] = {}
         self._masks = masks.full(0, num_tokens)  # reused: a row of a large vocabulary is 20 kB
         self._executor: llguidance.LLExecutor | None = None  # threads, so only where there is something to match
@@ -64,19 +65,23 @@ class Constraints:
 
         That takes a row of which nothing was left to sample, or a grammar that has grown beyond the library's limits.
         """
-        followed = []
+        followed, stuck = [], []
         for key, token in zip(keys, tokens, strict=True):
-            if (one := self._of.get(key)) is not None:
-                one.follow(token)
-                if one.matcher is not None:
-                    followed.append((key, one, (one.matcher, token)))
-        if not followed:
-            return []
-        assert self._executor is not None
-        accepted = self._executor.consume_token_par([pair for _, _, pair in followed])
-        return [
-            (key, one.grammar) for (key, one, _), ok in zip(followed, accepted, strict=True) if not ok and one.grammar
-        ]
+            if (one := self._of.get(key)) is None:
+                continue
+            one.follow(token)
+            if one.matcher is None or one.grammar is None:
+                continue
+            # The library lets an answer end where the vocabulary has no token that could go on.
+            if token in self._eos_token_ids and not one.matcher.is_accepting():
+                stuck.append((key, one.grammar))
+            else:
+                followed.append((key, one.grammar, (one.matcher, token)))
+        if followed:
+            assert self._executor is not None
+            accepted = self._executor.consume_token_par([pair for _, _, pair in followed])
+            stuck += [(key, grammar) for (key, grammar, _), ok in zip(followed, accepted, strict=True) if not ok]
+        return stuck
 
 
 class _Constraint:

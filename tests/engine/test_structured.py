@@ -1,0 +1,493 @@
+"""Structured output below HTTP: grammars, masks, and an engine's sequences under pressure."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.errors import InvalidRequestError
+from nanoengine.llm import LLM
+from nanoengine.sampling.params import SamplingParams
+from nanoengine.structured import compiler as compiler_module
+from nanoengine.structured import masks
+from nanoengine.structured.compiler import Compiler, GrammarError
+from nanoengine.structured.constraints import Constraints
+from nanoengine.structured.grammar import Grammar
+from nanoengine.text.tokenizer import Tokenizer
+from tests.engine.structured_cases import PADDING, random_schema, rooted, write_tiny_llm
+from tests.engine.trained_tokenizers import BACKENDS, trained
+
+DATE = Grammar("regex", r"\d{4}-\d{2}-\d{2}")
+
+
+def compiler(kind: str = "byte_level", num_tokens: int | None = None) -> Compiler:
+    tokenizer = trained(kind)
+    return Compiler(lambda: tokenizer, num_tokens or tokenizer.vocab_size, tokenizer.eos_token_ids)
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Compiler:
+    return compiler()
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(value))
+
+
+class Walk:
+    """One constrained sequence, without a model."""
+
+    def __init__(self, compile: Compiler, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self.tokens: list[int] = []
+        self._tokenizer = tokenizer
+        self._constraints = Constraints(tokenizer.vocab_size, tokenizer.eos_token_ids)
+        self._constraints.add(0, params, compile(params).result(30))
+
+    def allowed(self) -> list[int]:
+        mask = self._constraints.masks(np.zeros(1, np.int64))
+        return np.flatnonzero(masks.allowed(mask, self._tokenizer.vocab_size)[0]).tolist()
+
+    def take(self, token: int) -> bool:
+        self.tokens.append(token)
+        return not self._constraints.advance([0], [token])
+
+    def to_the_end(self, rng: random.Random, most: int = 500) -> str | None:
+        """A random answer; ends where it may, half of the time. None: it came to a dead end."""
+        eos = self._tokenizer.eos_token_ids[0]
+        for _ in range(most):
+            allowed = self.allowed()
+            assert allowed, "nothing may come"
+            token = eos if eos in allowed and (len(allowed) == 1 or rng.random() < 0.5) else rng.choice(allowed)
+            if not self.take(token):
+                return None
+            if token == eos:
+                return self._tokenizer.decode(self.tokens)
+        pytest.fail(f"no end: {self._tokenizer.decode(self.tokens)!r}")
+
+
+def walk(compile: Compiler, kind: str, rng: random.Random, grammar: Grammar, **params: Any) -> str:
+    answer = Walk(compile, SamplingParams(structured=grammar, **params), trained(kind)).to_the_end(rng)
+    assert answer is not None
+    return answer
+
+
+# -- grammars --------------------------------------------------------------------------------------------------------
+
+CHOICES = ["yes", "no (really?)", 'a"b\\c\n', "né"]
+CASES: dict[str, tuple[Grammar, str]] = {
+    "regex": (DATE, r"\d{4}-\d{2}-\d{2}"),
+    "anchored": (Grammar("regex", r"^a(b|c\$)$"), r"a(b|c\$)"),
+    "not anchored": (Grammar("regex", r"a\$"), r"a\$"),
+    "choice": (Grammar("choice", json.dumps(CHOICES)), "|".join(map(re.escape, CHOICES))),
+    "lark": (Grammar("grammar", 'start: A B?\nA: "x"\nB: /[0-9]+/'), r"x\d*"),
+    "gbnf": (Grammar("grammar", 'root ::= "a" item+\nitem ::= "b" | "é"'), "a[bé]+"),
+    "a special token is spelled": (Grammar("choice", '["<|im_end|>"]'), re.escape("<|im_end|>")),
+    "special tokens are spelled": (Grammar("choice", '["<|im_end|>", "</s>"]'), re.escape("<|im_end|>") + "|</s>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_every_tokenizer_follows_every_kind_of_grammar(kind: str) -> None:
+    compile, rng, tokenizer = compiler(kind), random.Random(0), trained(kind)
+    for name, (grammar, pattern) in CASES.items():
+        if name == "a special token is spelled" and kind == "unigram":
+            continue  # which has no tokens for it
+        for _ in range(5):
+            one = Walk(compile, SamplingParams(structured=grammar), tokenizer)
+            if one.to_the_end(rng) is None:
+                assert kind == "unigram", "only there are characters that no token has"
+                continue
+            # As an answer's tokens are decoded: after a prompt, so that the first one keeps its space.
+            text = tokenizer.decoder(tokenizer.encode("x")).push(one.tokens, final=True)
+            assert re.fullmatch(pattern, text), (name, text)
+            assert not set(one.tokens[:-1]) & tokenizer.special_ids, "a special token is no text"
+
+
+def test_only_the_end_is_left_of_a_complete_answer(byte_level: Compiler) -> None:
+    tokenizer = trained("byte_level")
+    one = Walk(byte_level, SamplingParams(structured=Grammar("choice", '["a"]')), tokenizer)
+    assert one.take(*tokenizer.encode("a", add_special_tokens=False))
+    assert one.allowed() == list(tokenizer.eos_token_ids)
+
+
+def test_a_schema_cannot_make_itself_lenient(byte_level: Compiler) -> None:
+    lenient = {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        byte_level(SamplingParams(structured=schema(lenient))).result(30)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (schema({"properties": {"a": 7}}), "schema must be an object or boolean"),
+        (schema({"properties": {"a": {"type": "string", "pattern": "^(["}}}), "unclosed"),
+        (schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (schema({"type": "string", "pattern": "[a&&b]"}), "two ways"),
+        (schema({"type": "yaml"}), "yaml"),
+        (schema({"$ref": "#/$defs/none"}), "none"),
+        (schema({"$ref": "http://example.org/x"}), "example.org"),
+        (schema({"$ref": "#"}), "no text matches"),
+        (schema(False), "Unsatisfiable"),
+        (schema({"type": "string", "format": "unheard-of"}), "unheard-of"),
+        (schema({"type": "integer", "multipleOf": 999983}), "too large"),
+        (schema({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}), "less than 1 apart"),
+        (schema({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}), "too large"),
+        *((schema({word: value}), word) for word, value in {
+            "not": {"type": "string"}, "if": {}, "contains": {}, "uniqueItems": True, "propertyNames": {"maxLength": 1},
+            "dependentRequired": {"a": ["b"]}, "dependentSchemas": {}, "unevaluatedProperties": False,
+            "unevaluatedItems": False, "minContains": 2, "$dynamicRef": "#a",
+        }.items()),
+        (schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
+        (Grammar("regex", "(["), "unclosed"),
+        (Grammar("grammar", "start: ("), ""),
+        (Grammar("grammar", "start: nothing"), "nothing"),
+        (Grammar("grammar", "root ::= (" * 3000), ""),
+        (Grammar("grammar", "start: start"), "no text matches"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused_in_time(byte_level: Compiler, grammar: Grammar, message: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(GrammarError) as refused:
+        byte_level(SamplingParams(structured=grammar)).result(30)
+    assert message in str(refused.value)
+    assert len(str(refused.value)) < 600
+    assert time.monotonic() - begin < 10
+
+
+def chain(length: int, link: Callable[[Any], Any]) -> dict[str, Any]:
+    links = {str(i): link({"$ref": f"#/$defs/{i + 1}"}) for i in range(length)}
+    return links | {str(length): {"const": 1}}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("grammar", "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(4500)) + 'a4500: "x"\n'),
+        Grammar("grammar", "start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(4500)) + 'A4500: "x"\n'),
+        schema({"$ref": "#/$defs/0", "$defs": chain(6000, lambda next: next)}),
+        schema({"$ref": "#/$defs/0", "$defs": chain(3000, lambda next: {"properties": {"x": next}})}),
+    ],
+)
+def test_long_chains_of_rules_do_not_overflow_a_stack(byte_level: Compiler, grammar: Grammar) -> None:
+    """An overflow would end the process, and with it every request: this test would not fail, but be the last."""
+    assert Walk(byte_level, SamplingParams(structured=grammar), trained("byte_level")).allowed()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("yaml", "a"), ("json_schema", ""), ("json_schema", "{"), ("json_schema", "[]"), ("json_schema", "3"),
+        ("json_schema", '{"items":' * 80 + "{}" + "}" * 80), ("json_schema", "[" * 100_000),
+        ("json_schema", " " * (1 << 18) + "{}"), ("json_object", "{}"), ("regex", ""), ("grammar", ""),
+        ("regex", "\ud800"), ("choice", "[]"), ("choice", '["a", 1]'), ("choice", '[""]'), ("choice", '["\\ud800"]'),
+        ("choice", json.dumps(["x"] * 5000)), ("grammar", " " * (1 << 17)),
+    ],
+)  # fmt: skip
+def test_what_is_no_grammar_is_refused_where_it_comes_in(kind: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        Grammar(kind, text, "response_format.json_schema.schema")
+    assert refused.value.param == "response_format"
+    assert refused.value.message.startswith("response_format.json_schema.schema: ")
+
+
+@pytest.mark.parametrize("pattern", ['^[^"]{1,3}$', r"^[^\\]{1,3}$", r'^[^\\"a-z]{1,3}$', r"^[^\n\"]{1,3}$"])
+def test_a_class_leaves_out_what_json_has_to_escape(byte_level: Compiler, pattern: str) -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        value = json.loads(walk(byte_level, "byte_level", rng, schema({"type": "string", "pattern": pattern})))
+        assert re.search(pattern, value), value
+
+
+def test_a_schema_about_schemas_keeps_its_words(byte_level: Compiler) -> None:
+    """``pattern`` and ``multipleOf`` are also names of properties, and may stand in data."""
+    fixed = {"pattern": "[^a]", "multipleOf": 999983, "uniqueItems": False}
+    properties = {"pattern": {"const": fixed}, "multipleOf": {"enum": [fixed]}}
+    asked = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    answer = json.loads(walk(byte_level, "byte_level", random.Random(2), schema(asked)))
+    assert answer == {"pattern": fixed, "multipleOf": fixed}
+
+
+def test_equal_grammars_are_compiled_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "CACHE_ENTRIES", 3)
+    compile = compiler()
+
+    def ask(text: str) -> Any:
+        return compile(SamplingParams(structured=Grammar("regex", text), temperature=0.5))
+
+    first = ask("a")
+    assert ask("a") is first
+    ask("b"), ask("c"), ask("a"), ask("d")
+    assert ask("a") is first, "the one used last stays"
+    second = ask("b")
+    assert second.result(30).matcher is not None
+    assert len(compile._cache) == 3
+    monkeypatch.setattr(compiler_module, "CACHE_TEXT", 10)
+    ask("x" * 8)
+    assert sum(len(grammar.text) for grammar, _ in compile._cache if grammar) <= 10
+
+
+# -- bad words, allowed tokens ---------------------------------------------------------------------------------------
+
+
+def test_bad_words_are_not_completed() -> None:
+    compile, tokenizer, rng = compiler(), trained("byte_level"), random.Random(3)
+    words = ("hello", "quick brown", "the")
+    params = SamplingParams(bad_words=words, structured=Grammar("regex", "(hello|quick brown|the| |x)+"))
+    bad = {ids for word in words for ids in compile(params).result(30).bad_words}
+    assert any(len(ids) > 1 for ids in bad)
+    assert any(len(ids) == 1 for ids in bad)
+    for _ in range(200):
+        one = Walk(compile, params, tokenizer)
+        for _ in range(12):
+            if not (allowed := one.allowed()) or not one.take(rng.choice(allowed)):
+                break
+        sequences = {tuple(one.tokens[i : i + n]) for n in map(len, bad) for i in range(len(one.tokens))}
+        assert not sequences & bad
+
+
+def test_allowed_tokens_and_grammar_meet() -> None:
+    compile, tokenizer = compiler(), trained("byte_level")
+    a, b, c = (tokenizer.encode(text, add_special_tokens=False)[0] for text in "abc")
+    one = Walk(compile, SamplingParams(allowed_token_ids=(a, b), structured=Grammar("choice", '["a", "c"]')), tokenizer)
+    assert one.allowed() == [a]
+    assert c not in Walk(compile, SamplingParams(allowed_token_ids=(a, b)), tokenizer).allowed()
+
+
+# -- an engine under pressure ----------------------------------------------------------------------------------------
+
+
+def synthetic(depth: int, **settings: Any) -> Engine:
+    limits = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32} | settings
+    engine = Engine(EngineConfig.model_validate({"model": "synthetic", "synthetic": {"step_seconds": 0}} | limits))
+    engine._runner.depth = depth
+    return engine
+
+
+def run(
+    engine: Engine, requests: dict[int, tuple[str, SamplingParams, int, int | None]]
+) -> dict[int, tuple[list[int], str]]:
+    """(output, how it ended) of requests, by key: (prompt, parameters, step of arrival, step of its abort)."""
+    outputs: dict[int, tuple[list[int], str]] = {key: ([], "") for key in requests}
+    step = 0
+    while step < 25 or engine.has_work:
+        for key, (prompt, params, arrives, aborted) in requests.items():
+            if arrives == step:
+                engine.add(key, np.frombuffer(prompt.encode(), np.uint8).astype(np.int32), params)
+            if aborted == step:
+                engine.abort(key)
+        output = engine.step()
+        engine.check()
+        step += 1
+        assert step < 20_000
+        if output is None:
+            continue
+        for key, token in zip(output.keys.tolist(), output.tokens.tolist(), strict=True):
+            outputs[key][0].append(token)
+        for end in output.finished:
+            outputs[end.key] = (outputs[end.key][0], end.reason)
+        for key, error in output.refused:
+            outputs[key] = (outputs[key][0], str(error))
+    assert not len(engine._constraints), "a constraint was left behind"
+    assert not engine._compiling
+    return outputs
+
+
+GRAMMARS = [
+    None, DATE, Grammar("choice", '["yes", "no", "it may be so"]'), Grammar("regex", "(ab|c)+"), Grammar("regex", "x*"),
+    schema({"type": "object", "properties": {"a": {"enum": [1, 22]}}, "additionalProperties": False}),
+    Grammar("grammar", 'start: ("a" | "b"){1,30}'),
+]  # fmt: skip
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[int, tuple[str, SamplingParams, int, int | None]]:
+    found = {}
+    for key in range(draw(st.integers(1, 7))):
+        prompt = "same prompt "[: draw(st.integers(0, 12))] + draw(st.text("ab", min_size=1, max_size=4))
+        max_tokens = draw(st.integers(1, 40))
+        params = SamplingParams(
+            structured=draw(st.sampled_from(GRAMMARS)),
+            max_tokens=max_tokens,
+            min_tokens=draw(st.integers(0, max_tokens)),
+            ignore_eos=draw(st.booleans()),
+            stop_token_ids=tuple(draw(st.lists(st.sampled_from(b"abcx12"), max_size=1))),
+            bad_words=tuple(draw(st.lists(st.sampled_from(["ab", "yes", "c"]), max_size=1))),
+            allowed_token_ids=tuple(draw(st.sampled_from([(), (), tuple(range(32, 128)), tuple(b"abc xyz")]))),
+        )
+        aborted = draw(st.none() | st.none() | st.integers(0, 20))
+        found[key] = (prompt, params, draw(st.integers(0, 10)), aborted)
+    return found
+
+
+@given(requests(), st.sampled_from([0, 1]), st.integers(15, 40))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_answers_are_those_of_each_request_alone(
+    workload: dict[int, tuple[str, SamplingParams, int, int | None]], depth: int, num_blocks: int
+) -> None:
+    """Whatever runs beside it, is in flight, or is preempted: the stand-in's tokens depend on all that a row reads."""
+    together = run(synthetic(depth, num_blocks=num_blocks, watermark=0.0), workload)
+    for key, (prompt, params, _, aborted) in workload.items():
+        alone = run(synthetic(0), {key: (prompt, params, 0, None)})[key]
+        output, ended = together[key]
+        if aborted is not None and not ended:
+            assert output == alone[0][: len(output)]
+            continue
+        assert (output, ended) == alone
+        complete = ended == "stop"
+        stopped_by = output[-1] if complete else None
+        if params.structured is not None and complete and stopped_by not in params.stop_token_ids:
+            assert stopped_by in (257, 259), "only an end of sequence ends a grammar's answer"
+            check_text(params.structured, bytes(output[:-1]).decode())
+        if params.structured is None and params.ignore_eos:
+            assert (
+                ended != "stop" or stopped_by in params.stop_token_ids or params.allowed_token_ids or params.bad_words
+            )
+
+
+def check_text(grammar: Grammar, text: str) -> None:
+    match grammar.kind:
+        case "regex":
+            assert re.fullmatch(grammar.text, text), text
+        case "choice":
+            assert text in json.loads(grammar.text)
+        case "json_schema":
+            jsonschema.validate(json.loads(text), json.loads(grammar.text))
+        case "grammar":
+            assert re.fullmatch("[ab]{1,30}", text), text
+
+
+def test_preemptions_happen_in_such_workloads() -> None:
+    engine = synthetic(1, num_blocks=20, watermark=0.0)
+    grammar = Grammar("regex", "[a-z]{60}")
+    workload = {i: (f"p{i}", SamplingParams(structured=grammar, max_tokens=70), 0, None) for i in range(4)}
+    outputs = run(engine, workload)
+    assert engine.load().preemptions > 0
+    for output, ended in outputs.values():
+        assert ended == "stop"
+        assert re.fullmatch("[a-z]{60}", bytes(output[:-1]).decode())
+
+
+def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = synthetic(0)
+    real, ready = compiler_module._matcher, []
+
+    def slow(*args: Any) -> Any:
+        while not ready:
+            time.sleep(0.001)
+        return real(*args)
+
+    monkeypatch.setattr(compiler_module, "_matcher", slow)
+    prompt = np.array([65], np.int32)
+    engine.add(0, prompt, SamplingParams(structured=DATE))
+    engine.add(1, prompt, SamplingParams(max_tokens=5))
+    assert engine.load().waiting == 2
+    finished: list[int] = []
+    while 1 not in finished:
+        if (output := engine.step()) is not None:
+            finished += [end.key for end in output.finished]
+    assert 0 not in finished
+    assert engine.has_work
+    ready.append(True)
+    while 0 not in finished:
+        if (output := engine.step()) is not None:
+            finished += [end.key for end in output.finished]
+
+
+def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = synthetic(0)
+    monkeypatch.setattr("nanoengine.engine._COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(compiler_module, "_matcher", lambda *_: time.sleep(1))
+    ((output, ended),) = run(engine, {0: ("a", SamplingParams(structured=DATE), 0, None)}).values()
+    assert output == []
+    assert "takes longer" in ended
+
+
+def test_an_answer_that_cannot_go_on_is_an_error_and_not_an_answer() -> None:
+    params = SamplingParams(structured=Grammar("choice", '["ab"]'), allowed_token_ids=tuple(b"a"))
+    ((_, ended),) = run(synthetic(1), {0: ("p", params, 0, None)}).values()
+    assert ended.startswith("structured_outputs: the answer came to a point")
+
+
+# -- a real model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = write_tiny_llm(tmp_path_factory.mktemp("tiny"))
+    return LLM(str(folder), dtype="float32", device="cpu", num_threads=1, cpu_kv_cache_bytes=64 << 20, max_num_seqs=32)
+
+
+def answers(llm: LLM, schemas: list[dict[str, Any]], seed: int) -> list[Any]:
+    params = [
+        SamplingParams(structured=schema(one), temperature=1, seed=seed + i, max_tokens=1500)
+        for i, one in enumerate(schemas)
+    ]
+    return llm.generate(["JSON: "] * len(params), params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.soak)])
+def test_random_schemas_are_kept_at_temperature_1(tiny: LLM, count: int) -> None:
+    rng = random.Random(count)
+    schemas = [rooted(random_schema(rng)) for _ in range(count)]
+    for asked, answer in zip(schemas, answers(tiny, schemas, 0), strict=True):
+        assert answer.finish_reason == "stop", (asked, answer.text)
+        jsonschema.validate(json.loads(answer.text), asked)
+
+
+def test_a_constrained_answer_is_the_same_alone_and_in_a_batch(tiny: LLM) -> None:
+    rng = random.Random(5)
+    schemas = [rooted(random_schema(rng)) for _ in range(8)]
+    together = answers(tiny, schemas, 7)
+    alone = [answers(tiny, [one], 7 + i)[0] for i, one in enumerate(schemas)]
+    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
+
+
+def test_padding_is_never_sampled(tiny: LLM) -> None:
+    size = tiny.tokenizer.vocab_size
+    assert tiny.engine.info.vocab_size == size + PADDING
+    params = SamplingParams(temperature=100, ignore_eos=True, max_tokens=400, seed=1, logprobs=20)
+    (answer,) = tiny.generate(["x"], params, use_tqdm=False)
+    assert max(answer.token_ids) < size
+    assert all(token < size for entry in answer.logprobs or () for token, _ in entry.top)
+    (penalised,) = tiny.generate([[size]], SamplingParams(repetition_penalty=2, max_tokens=5), use_tqdm=False)
+    assert len(penalised.token_ids) <= 5, "a prompt may hold an id of the padding"
+    for field in ({"logit_bias": {size: 1.0}}, {"allowed_token_ids": [size]}):
+        with pytest.raises(InvalidRequestError) as refused:
+            tiny.generate(["x"], SamplingParams(**field), use_tqdm=False)  # type: ignore[arg-type]
+        assert refused.value.param in field
+
+
+def test_logit_bias_bans_forces_and_leaves_neighbours_alone(tiny: LLM) -> None:
+    def greedy(**settings: Any) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, **settings)
+
+    (plain,) = tiny.generate(["A B C"], greedy(), use_tqdm=False)
+    first = plain.token_ids[0]
+    other = (first + 1) % tiny.tokenizer.vocab_size
+    batch = [
+        greedy(logit_bias={first: -100}),
+        greedy(),
+        greedy(logit_bias={other: 100}),
+        greedy(allowed_token_ids=[9, 8]),
+    ]
+    banned, neighbour, forced, allowed = tiny.generate(["A B C"] * 4, batch, use_tqdm=False)
+    assert first not in banned.token_ids
+    assert neighbour.token_ids == plain.token_ids
+    assert forced.token_ids == [other] * 6
+    assert set(allowed.token_ids) <= {8, 9}
+    for answer in (banned, forced, allowed):
+        assert answer.logprobs is not None
+        assert answer.logprobs[0].top == plain.logprobs[0].top, "log-probabilities are of the raw distribution"
+        assert all(-1000 < entry.logprob <= 0 for entry in answer.logprobs)
