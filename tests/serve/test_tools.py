@@ -197,6 +197,39 @@ async def test_forced_call_is_a_grammar_that_admits_the_models_own_form(kind: st
     assert service.engines.calls[-1][1].structured is None
 
 
+async def test_a_schema_that_cannot_be_kept_is_a_400() -> None:
+    service = Conversation("hermes")
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(100):
+        deep = {"type": "object", "properties": {"a": deep}}
+    many = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 10**7 + 19}}}
+    for schema in (deep, many):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        response = await service.post(messages=[USER], tools=tools, tool_choice="required")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tools"
+
+
+async def test_words_with_a_schema_beside_tools_and_after_reasoning() -> None:
+    """One grammar admits either: the words that match the schema, or a call."""
+    schema = {"type": "object", "properties": {"z": {"type": "string"}}, "required": ["z"]}
+    asked: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+    service = Conversation("think")
+    service.says("<think>hm</think>")
+    for tools in (None, TOOLS):
+        await service.whole(messages=[USER], tools=tools, **asked)
+        structured = service.engines.calls[-1][1].structured
+        assert structured is not None
+        for words in ('{"z": "a"}', '<think>\nhm\n</think>\n\n{"z": "a"}'):
+            assert accepts(service.tokenizer, structured.text, words)
+        assert accepts(service.tokenizer, structured.text, CALLS["think"]) == (tools is not None)
+        assert not accepts(service.tokenizer, structured.text, '{"z": 5}')
+    bad = await service.post(messages=[USER], tools=TOOLS, structured_outputs={"regex": "a"})
+    assert bad.json()["error"]["param"] == "structured_outputs"
+    bad = await service.post(messages=[USER], tools=TOOLS, tool_choice="required", **asked)
+    assert bad.json()["error"]["param"] == "tool_choice"
+
+
 def accepts(tokenizer: Tokenizer, lark: str, text: str) -> bool:
     class Tokens:
         bos_token_id = None

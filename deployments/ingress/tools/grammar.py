@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deployments.ingress import reasoning
+from nanoengine.structured.json_schema import prepared
 
 if TYPE_CHECKING:
     from deployments.ingress.tools.format import Function
@@ -23,8 +24,8 @@ _JSON = {"x-guidance": {"lenient": False, "whitespace_pattern": r"( |\n {0,40})?
 
 
 def json_rule(rule: str, schema: dict[str, Any]) -> str:
-    """``rule``: JSON that matches a schema."""
-    return f"{rule}: %json {json.dumps(schema | _JSON)}\n"
+    """``rule``: JSON that matches a schema. Raises ``SchemaError``."""
+    return f"{rule}: %json {json.dumps(prepared(schema) | _JSON)}\n"
 
 
 def either(rule: str, arguments: str, functions: Sequence[Function]) -> str:

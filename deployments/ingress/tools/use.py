@@ -13,6 +13,7 @@ from deployments.ingress.protocol import NamedTool, Tool, ToolChoice
 from deployments.ingress.tools import grammar
 from deployments.ingress.tools.format import Function, ToolFormat
 from nanoengine.structured.grammar import Grammar
+from nanoengine.structured.json_schema import SchemaError
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -98,11 +99,13 @@ def constraint(
         raise bad_request("tool_choice asks for a call, so the answer cannot have a format of its own", "tool_choice")
     if not forced and (structured is None or (tools is None and opened is None)):
         return structured
-    bodies = [] if structured is None else [("answer", _answer(structured))]
-    if tools is not None:
-        calls = tools.format.grammar(tools.functions, tools.parallel, dialect.terminal)
-        bodies.append(("calls", calls))
     field = structured.field if structured is not None else "tools"
+    try:
+        bodies = [] if structured is None else [("answer", _answer(structured))]
+        if tools is not None:
+            bodies.append(("calls", tools.format.grammar(tools.functions, tools.parallel, dialect.terminal)))
+    except SchemaError as error:
+        raise bad_request(f"{field}: a schema {error}", field.split(".")[0], "invalid_grammar") from None
     return Grammar("grammar", grammar.whole(bodies, dialect.terminal, opened=opened), field)
 
 
