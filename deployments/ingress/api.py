@@ -10,9 +10,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ from deployments.ingress.errors import (
 )
 from deployments.ingress.limits import Admission
 from deployments.ingress.messages import MessagesFormat, MessagesRequest
-from deployments.ingress.protocol import renaming
+from deployments.ingress.protocol import renamed, renaming
 from deployments.ingress.reading import Reading
 from deployments.ingress.responses import ResponsesFormat, ResponsesRequest
 from deployments.ingress.streaming import (
@@ -138,6 +138,7 @@ class Job:
     cache_salt: str
     stream: bool
     format: Format
+    names: Mapping[str, str] = field(default_factory=dict)  # of fields, where a client knows them by other names
 
 
 class Api:
@@ -247,16 +248,27 @@ class Api:
             return partial(ResponsesFormat, reading=reading, request=request)
 
         chat = request.to_chat(self._text.dialect.switches_thinking)
-        with renaming(responses.NAMES):
-            return await self._conversation(chat, format, "resp_")
+        return await self._translated(chat, format, "resp_", responses.NAMES)
 
     async def _messages(self, body: bytes) -> Job:
         def format(reading: Reading) -> NewFormat:
             return partial(MessagesFormat, reading=reading)
 
         chat = protocol.parse(MessagesRequest, body).to_chat(self._text.dialect)
-        with renaming(messages.NAMES):
-            return await self._conversation(chat, format, "msg_")
+        return await self._translated(chat, format, "msg_", messages.NAMES)
+
+    async def _translated(
+        self,
+        request: protocol.ChatRequest,
+        format: Callable[[Reading], NewFormat],
+        id: str,
+        names: Mapping[str, str],
+    ) -> Job:
+        """The job of a body of another API, whose errors come back in that API's words."""
+        with renaming(names):
+            job = await self._conversation(request, format, id)
+        job.names = names
+        return job
 
     async def _conversation(
         self, request: protocol.ChatRequest, format: Callable[[Reading], NewFormat], id: str
@@ -395,6 +407,7 @@ class Api:
         start = time.monotonic()
         begun = False  # whether the status has been sent
         reason = "error"
+        names: Mapping[str, str] = {}
 
         async def respond(response: Response) -> None:
             nonlocal begun
@@ -407,6 +420,7 @@ class Api:
                 job = await prepare(body)
                 choices = [Choice() for _ in range(len(job.prompts) * job.n)]
                 watch = _Stopwatch(self._metrics, start, len(choices))
+                names = job.names
                 async with aclosing(self._chunks(job)) as chunks:
                     async for index, chunk in chunks:
                         watch.observe(index, chunk.completion_tokens)
@@ -430,7 +444,7 @@ class Api:
             reason = "abort"
             raise
         except Exception as error:
-            failure = self._failure(error)
+            failure = renamed(self._failure(error), names)
             if failure.status < 500:
                 reason = ""
                 self._metrics.rejected(failure.code or "invalid")

@@ -319,12 +319,12 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        raise _renamed(from_invalid_request(error), names) from error
+        raise renamed(from_invalid_request(error), names) from error
     except ApiError as error:
-        raise _renamed(error, names) from error
+        raise renamed(error, names) from error
 
 
-def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     if (name := names.get(error.param or "")) is None:
         return error
     message = error.message.replace(error.param or "", name, 1)
