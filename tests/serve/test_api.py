@@ -290,10 +290,25 @@ BAD = [
     (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}, "stream_options", "stream"),
     (CHAT, {"messages": MESSAGES, "stream": True, "stream_options": {"x": 1}}, "stream_options", "x"),
-    (CHAT, {"messages": MESSAGES, "response_format": SCHEMA}, "response_format", "not supported"),
-    (CHAT, {"messages": MESSAGES, "response_format": {"type": "yaml"}}, "response_format", "not supported"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "yaml"}}, "response_format", "json_schema"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format", "needs"),
+    (CHAT, {"messages": MESSAGES, "response_format": SCHEMA | {"type": "text"}}, "response_format", "no other type"),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "s"}}},
+     "response_format", "response_format.json_schema.schema is required"),
+    (CHAT, {"messages": MESSAGES, "response_format": SCHEMA, "guided_regex": "a"}, "guided_regex", "cannot both"),
+    (CHAT, {"messages": MESSAGES, "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "both"),
+    (CHAT, {"messages": MESSAGES, "structured_outputs": {"xml": "a"}}, "structured_outputs", "structured_outputs.xml"),
+    (CHAT, {"messages": MESSAGES, "guided_json": "{"}, "guided_json", "not valid JSON"),
+    (CHAT, {"messages": MESSAGES, "guided_choice": []}, "guided_choice", "list of 1 to"),
+    (CHAT, {"messages": MESSAGES, "guided_grammar": ""}, "guided_grammar", "not be empty"),
     (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "tools[0].function is required"),
-    (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"-5": 1}}, "logit_bias", "not a token id"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {"5": None}}, "logit_bias", "number"),
+    (CHAT, {"messages": MESSAGES, "logit_bias": [5]}, "logit_bias", "dictionary"),
+    (CHAT, {"messages": MESSAGES, "allowed_token_ids": [-1]}, "allowed_token_ids", "token ids"),
+    (CHAT, {"messages": MESSAGES, "bad_words": [" "]}, "bad_words", "strings of 1 to"),
     (CHAT, {"messages": MESSAGES, "priority": 1}, "priority", "first come"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"tools": 5}}, "tools", "list of objects"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"documents": [5]}}, "documents", "list of objects"),
@@ -313,7 +328,7 @@ BAD = [
     (COMPLETION, {"prompt": "a", "echo": True}, "echo", "not supported"),
     (COMPLETION, {"prompt": "a", "best_of": 2}, "best_of", "not supported"),
     (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])

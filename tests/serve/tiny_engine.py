@@ -1,0 +1,91 @@
+"""A real engine with a tiny random model behind the API, without Ray: what a field does to the tokens themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.messages import Chunk, TokenInfo
+from nanoengine.answer import Answer, Made
+from nanoengine.config import EngineConfig
+from nanoengine.engine import Engine
+from nanoengine.sampling.params import SamplingParams
+from nanoengine.text.tokenizer import load_tokenizer
+from nanoengine.weights.sources import resolve_model
+
+
+class TinyEngines:
+    """One engine in this process: whoever waits for a token makes the next step."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.tokenizer = load_tokenizer(resolve_model(str(folder)))
+        limits = {"dtype": "float32", "device": "cpu", "num_threads": 1, "cpu_kv_cache_bytes": 64 << 20}
+        config = EngineConfig.model_validate({"model": str(folder), "max_num_seqs": 16} | limits | settings)
+        self.engine = Engine(config, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
+        self._keys = itertools.count()
+        self._made: dict[int, Made] = {}
+        self._errors: dict[int, Exception] = {}
+
+    def available(self) -> bool:
+        return True
+
+    async def memory(self) -> dict[str, Any]:
+        return {}
+
+    async def generate(
+        self, prompt: npt.NDArray[np.int32], params: SamplingParams, *, clip: bool, priority: int, cache_salt: str
+    ) -> AsyncGenerator[Chunk]:
+        room = self.engine.info.max_model_len - len(prompt)
+        if clip and params.max_tokens is not None:
+            params = replace(params, max_tokens=min(params.max_tokens, room))
+        key, answer = next(self._keys), Answer(self.tokenizer, params, prompt.tolist())
+        self.engine.add(key, prompt, params, cache_salt=cache_salt)
+        self._made[key] = Made()
+        try:
+            while True:
+                while not (self._made[key].tokens or self._made[key].finish_reason) and key not in self._errors:
+                    self._step()
+                    await asyncio.sleep(0)
+                if key in self._errors:
+                    raise self._errors.pop(key)
+                made, self._made[key] = self._made[key], Made()
+                delta = answer.take(made)
+                logprobs = None
+                if delta.logprobs is not None:
+                    logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
+                yield Chunk(
+                    delta.text,
+                    delta.finish_reason,
+                    delta.stop_reason,
+                    delta.prompt_tokens,
+                    delta.cached_tokens,
+                    delta.completion_tokens,
+                    logprobs,
+                )
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            del self._made[key]
+            self.engine.abort(key)
+
+    def _step(self) -> None:
+        output = self.engine.step()
+        if output is None:
+            return
+        keys = output.keys.tolist()
+        for index, (key, token) in enumerate(zip(keys, output.tokens.tolist(), strict=True)):
+            if key in self._made:
+                self._made[key].tokens.append(token)
+                if index in output.logprobs:
+                    self._made[key].logprobs.append(output.logprobs[index])
+        for end in output.finished:
+            if end.key in self._made:
+                self._made[end.key].finish_reason, self._made[end.key].stop_token = end.reason, end.stop_token
+        self._errors.update((key, error) for key, error in output.refused if key in self._made)
