@@ -284,12 +284,10 @@ class Api:
         dialect, tools = self._text.dialect, self._tools(request)
         prompt = await self._prompt(request, tools)
         opened = dialect.opened([self._text.token_bytes(int(i)) for i in prompt[-TAIL:]])
-        params = replace(
-            params,
-            structured=constraint(params.structured, tools, dialect, opened),
-            visible_special_tokens=dialect.visible if tools is not None or opened is not None else (),
-        )
         reading = Reading(tools, opened, include_reasoning=request.include_reasoning is not False)
+        if not reading.plain:
+            structured = constraint(params.structured, tools, dialect, opened)
+            params = replace(params, structured=structured, visible_special_tokens=dialect.visible)
         return self._job(request, [prompt], params, clip=limit is None, format=format(reading), id=id)
 
     def _tools(self, request: protocol.ChatRequest) -> ToolUse | None:

@@ -95,6 +95,18 @@ async def test_parallel_calls() -> None:
         assert without_ids(streamed) == without_ids(message)
 
 
+async def test_ids_are_what_the_models_templates_take() -> None:
+    for kind in CALLS:
+        service = Conversation(kind)
+        service.says(CALLS[kind])
+        (call,) = (await service.whole(**ASKED))["choices"][0]["message"]["tool_calls"]
+        if kind == "mistral":  # whose templates refuse any other
+            assert len(call["id"]) == 9
+            assert call["id"].isalnum()
+        else:
+            assert call["id"].startswith("call_")
+
+
 async def test_no_tools_are_no_tools() -> None:
     """Neither an empty list nor "none" is tool mode, and answers have no empty list of calls."""
     service = Conversation("hermes")
