@@ -66,8 +66,8 @@ class Conversation:
     def __init__(self, kind: str) -> None:
         self.engines, self.metrics = FakeEngines(), FakeMetrics()
         self.tokenizer = tokenizer(kind)
-        text = TextFrontend(self.tokenizer, threads=1)
-        self.api = Api(AppArgs.model_validate({"served_model_names": ["m"]}), self.engines, text, self.metrics)
+        self.text = TextFrontend(self.tokenizer, threads=1)
+        self.api = Api(AppArgs.model_validate({"served_model_names": ["m"]}), self.engines, self.text, self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api.app()), base_url="http://test")
 
     def says(self, text: str, cuts: Sequence[int] | None = None) -> None:

@@ -95,6 +95,21 @@ async def test_parallel_calls() -> None:
         assert without_ids(streamed) == without_ids(message)
 
 
+async def test_tools_reach_the_template_whole() -> None:
+    """What a definition says beyond OpenAI's fields, and a null within a schema, is there for the model to read."""
+    service = Conversation("hermes")
+    service.says("ok")
+    parameters = {"type": "object", "properties": {"a": {"default": None, "enum": [None, 1]}}}
+    function = {"name": "f", "parameters": parameters, "return": {"type": "string"}}
+    seen: list[Any] = []
+    render = service.text._template.render
+    service.text._template.render = lambda *messages, **options: (
+        seen.append(options["tools"]) or render(*messages, **options)
+    )
+    await service.whole(messages=[USER], tools=[{"type": "function", "function": function}])
+    assert seen == [[{"type": "function", "function": function}]]
+
+
 async def test_ids_are_what_the_models_templates_take() -> None:
     for kind in CALLS:
         service = Conversation(kind)
@@ -236,6 +251,11 @@ async def test_words_with_a_schema_beside_tools_and_after_reasoning() -> None:
             assert accepts(service.tokenizer, structured.text, words)
         assert accepts(service.tokenizer, structured.text, CALLS["think"]) == (tools is not None)
         assert not accepts(service.tokenizer, structured.text, '{"z": 5}')
+    words = ["é\n", 'a "b"', "\\d"]
+    await service.whole(messages=[USER], structured_outputs={"choice": words})
+    structured = service.engines.calls[-1][1].structured
+    assert structured is not None
+    assert [accepts(service.tokenizer, structured.text, word) for word in [*words, "5"]] == [True, True, True, False]
     bad = await service.post(messages=[USER], tools=TOOLS, structured_outputs={"regex": "a"})
     assert bad.json()["error"]["param"] == "structured_outputs"
     bad = await service.post(messages=[USER], tools=TOOLS, tool_choice="required", **asked)

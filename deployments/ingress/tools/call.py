@@ -64,9 +64,9 @@ class Value:
 class CallObject:
     """The state machine of one call. Push text until ``rest`` is not None."""
 
-    def __init__(self, index: int, id: str, names: Container[str] | None = None) -> None:
+    def __init__(self, number: int, id: str, names: Container[str] | None = None) -> None:
         """``names``: any other name makes it text. None takes all names."""
-        self._index, self._id, self._names = index, id, names
+        self._number, self._id, self._names = number, id, names
         self._expect: Literal["object", "key", "colon", "value", "comma"] = "object"
         self._raw: list[str] = []  # all of it, until the call begins
         self._key = ""
@@ -138,7 +138,7 @@ class CallObject:
             opens = not self._pieces and piece[0] == "{"
             if self._streams or (opens and self._begin(parts, "")):
                 self._streams = True
-                parts.append(Arguments(self._index, piece))
+                parts.append(Arguments(self._number, piece))
                 return
         self._pieces.append(piece)
 
@@ -177,9 +177,9 @@ class CallObject:
             return False
         self.begun = True
         self._raw = []
-        parts.append(Call(self._index, self._id, self._name))
+        parts.append(Call(self._number, self._id, self._name))
         if arguments:
-            parts.append(Arguments(self._index, arguments))
+            parts.append(Arguments(self._number, arguments))
         return True
 
     def _give_up(self, text: str, at: int) -> None:

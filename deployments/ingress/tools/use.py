@@ -117,7 +117,8 @@ def _answer(structured: Grammar) -> str:
             schema = json.loads(structured.text)
             return grammar.json_rule("answer", schema if isinstance(schema, dict) else {"allOf": [schema]})
         case "choice":
-            return "answer: " + " | ".join(map(json.dumps, json.loads(structured.text))) + "\n"
+            words = (json.dumps(word, ensure_ascii=False) for word in json.loads(structured.text))
+            return f"answer: {' | '.join(words)}\n"
     raise bad_request(
         f"{structured.field} cannot be had together with tools, nor with a model that reasons before it answers; "
         "chat_template_kwargs.enable_thinking false may turn that off",
