@@ -7,6 +7,7 @@ none of them, is nothing to it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import llguidance
 import numpy as np
@@ -16,6 +17,10 @@ from nanoengine.scheduling.step import IntArray, KeyArray
 from nanoengine.structured import masks
 from nanoengine.structured.compiler import Compiled
 from nanoengine.structured.grammar import Grammar
+
+# A row's mask takes about 10 us. Fewer rows are done before the library's threads have woken up: on 2 cores, 8 rows
+# take 0.08 ms one after the other and 0.15 ms in parallel.
+_PARALLEL_FROM = 32
 
 
 class Constraints:
@@ -27,7 +32,6 @@ class Constraints:
         self._not_eos = ~masks.only(self._eos_token_ids, num_tokens)
         self._of: dict[int, _Constraint] = {}
         self._masks = masks.full(0, num_tokens)  # reused: a row of a large vocabulary is 20 kB
-        self._executor: llguidance.LLExecutor | None = None  # threads, so only where there is something to match
 
     def __len__(self) -> int:
         return len(self._of)
@@ -35,8 +39,6 @@ class Constraints:
     def add(self, key: int, params: SamplingParams, compiled: Compiled) -> None:
         """Begin a sequence."""
         self._of[key] = _Constraint(params, compiled, self._num_tokens)
-        if compiled.matcher is not None and self._executor is None:
-            self._executor = llguidance.LLExecutor()
 
     def drop(self, key: int) -> None:
         """The sequence has ended, if it was one of these."""
@@ -52,10 +54,7 @@ class Constraints:
         rows = self._masks[: len(keys)]
         rows.fill(-1)
         found = [(i, self._of[key]) for i, key in enumerate(keys.tolist()) if key in self._of]
-        matchers = [(one.matcher, i) for i, one in found if one.matcher is not None]
-        if matchers:
-            assert self._executor is not None
-            self._executor.unsafe_compute_mask_ptr(matchers, rows.ctypes.data, rows.shape[1] * 4, len(rows))
+        self._fill([(one.matcher, i) for i, one in found if one.matcher is not None], rows)
         for i, one in found:
             one.narrow(rows[i], self._not_eos)
         return rows
@@ -77,11 +76,26 @@ class Constraints:
                 stuck.append((key, one.grammar))
             else:
                 followed.append((key, one.grammar, (one.matcher, token)))
-        if followed:
-            assert self._executor is not None
-            accepted = self._executor.consume_token_par([pair for _, _, pair in followed])
-            stuck += [(key, grammar) for (key, grammar, _), ok in zip(followed, accepted, strict=True) if not ok]
-        return stuck
+        accepted = self._consume([pair for _, _, pair in followed])
+        return stuck + [(key, grammar) for (key, grammar, _), ok in zip(followed, accepted, strict=True) if not ok]
+
+    def _fill(self, matchers: list[tuple[llguidance.LLMatcher, int]], rows: IntArray) -> None:
+        """Each matcher's mask into its row."""
+        address, width = rows.ctypes.data, rows.shape[1] * rows.itemsize
+        if len(matchers) >= _PARALLEL_FROM:
+            self._executor.unsafe_compute_mask_ptr(matchers, address, width, len(rows))
+        else:
+            for matcher, row in matchers:
+                matcher.unsafe_compute_mask_ptr(address + row * width, width)
+
+    def _consume(self, pairs: list[tuple[llguidance.LLMatcher, int]]) -> list[bool]:
+        if len(pairs) >= _PARALLEL_FROM:
+            return self._executor.consume_token_par(pairs)
+        return [matcher.consume_token(token) for matcher, token in pairs]
+
+    @cached_property
+    def _executor(self) -> llguidance.LLExecutor:
+        return llguidance.LLExecutor()
 
 
 class _Constraint:

@@ -26,6 +26,9 @@ GOOD = {
     "stop_token_ids": [(), None, [0, 5], list(range(64))],
     "logprobs": [None, 0, 20],
     "ignore_eos": [True, False],
+    "logit_bias": [None, {}, {0: -100, 5: 100.0}, dict.fromkeys(range(1024), 1)],
+    "allowed_token_ids": [(), None, [0, 5], list(range(1 << 16))],
+    "bad_words": [(), None, ["x", " two words"], ["x" * 256] * 128],
     "structured": [None, Grammar("json_object"), Grammar("regex", "a+"), Grammar("choice", '["a"]')],
 }
 
@@ -48,8 +51,12 @@ BAD = {
     "include_stop_str_in_output": [None, 0],
     "skip_special_tokens": [None, 0],
     "detokenize": [None, 0],
+    "logit_bias": [[5], {5: 101}, {5: -100.1}, {-1: 1}, {"5": 1}, {5: math.nan}, {5: None}, {5: True}, {2**31: 1},
+                   dict.fromkeys(range(1025), 1)],
+    "allowed_token_ids": [[-1], [None], ["1"], [True], 5, list(range((1 << 16) + 1))],
+    "bad_words": ["x", [""], [" "], [1], ["x" * 257], ["x"] * 129, ["\ud800"]],
     "structured": ["json", {"kind": "regex", "text": "a"}],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in GOOD.items() for value in values])

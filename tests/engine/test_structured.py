@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanoengine.async_engine import AsyncEngine
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.errors import InvalidRequestError
@@ -491,3 +492,20 @@ def test_logit_bias_bans_forces_and_leaves_neighbours_alone(tiny: LLM) -> None:
         assert answer.logprobs is not None
         assert answer.logprobs[0].top == plain.logprobs[0].top, "log-probabilities are of the raw distribution"
         assert all(-1000 < entry.logprob <= 0 for entry in answer.logprobs)
+
+
+async def test_a_process_of_its_own_refuses_a_grammar_and_lives_on() -> None:
+    engine = AsyncEngine(EngineConfig.model_validate({"model": "synthetic", "synthetic": {"step_seconds": 0}}))
+    await engine.start()
+    try:
+        with pytest.raises(InvalidRequestError) as refused:
+            async for _ in engine.generate([65], SamplingParams(structured=Grammar("regex", "([", "guided_regex"))):
+                pass
+        assert refused.value.param == "guided_regex"
+        text = ""
+        async for delta in engine.generate([65], SamplingParams(structured=DATE, max_tokens=20)):
+            text += delta.text
+        assert re.fullmatch(DATE.text, text)
+        assert delta.finish_reason == "stop"
+    finally:
+        await engine.stop()
