@@ -32,7 +32,7 @@ class Ingress:
         self._api = Api(
             args,
             self._engines,
-            TextFrontend(tokenizer, args.ingress.tokenizer_threads),
+            TextFrontend(tokenizer, args.ingress.tokenizer_threads, args.tool_parser, args.reasoning_parser),
             RequestMetrics(args.model_names[0]),
         )
 

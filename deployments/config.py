@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nanoengine.config import EngineConfig
+
+ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
+ReasoningParserName = Literal["auto", "think", "none"]
 
 
 class IngressConfig(BaseModel):
@@ -52,6 +55,14 @@ class AppArgs(BaseModel):
         60, gt=0, description="An engine that has requests and made no step for so long is ended and replaced."
     )
     ingress: IngressConfig = IngressConfig()
+    tool_parser: ToolParserName = Field(
+        "auto", description="How the model writes tool calls; auto knows it by the model's chat template."
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="Whether reasoning is told from the answer; auto does it where the chat template knows <think>. "
+        "none leaves it in the text.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -91,7 +91,7 @@ class EngineReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Told to every router once, when the replica is up."""
-        return {"channel": msgspec.to_builtins(self._address)}
+        return {"channel": msgspec.to_builtins(self._address), "max_model_len": self._info.max_model_len}
 
     def check_health(self) -> None:
         """Raises ``EngineDeadError`` once the engine process has ended: Serve then replaces this replica."""

@@ -10,21 +10,25 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.config import AppArgs
-from deployments.ingress import protocol
+from deployments.ingress import messages, protocol, responses
+from deployments.ingress.chat import ChatPartsFormat
+from deployments.ingress.dialect import TAIL, Dialect
 from deployments.ingress.errors import (
     ApiError,
     bad_request,
@@ -34,15 +38,20 @@ from deployments.ingress.errors import (
     unavailable,
 )
 from deployments.ingress.limits import Admission
+from deployments.ingress.messages import MessagesFormat, MessagesRequest
+from deployments.ingress.protocol import renamed, renaming
+from deployments.ingress.reading import Reading
+from deployments.ingress.responses import ResponsesFormat, ResponsesRequest
 from deployments.ingress.streaming import (
-    DONE,
     ChatFormat,
     Choice,
     CompletionFormat,
     Format,
-    error_event,
+    Pieces,
     usage_of,
 )
+from deployments.ingress.tokens import DetokenizeRequest, TokenizeRequest, spelled
+from deployments.ingress.tools.use import ToolUse, constraint
 from deployments.messages import Chunk
 from nanoengine import __version__
 from nanoengine.errors import InvalidRequestError
@@ -54,8 +63,19 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 BODY_TIMEOUT_S = 30.0  # for the whole body: a client that never ends it would keep its place in flight for ever
 
 
+NO_GENERATION = (
+    *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify"),
+    *("/v1/moderations", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations"),
+    *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+)
+"""Routes of OpenAI's API, and vLLM's, for other kinds of models."""
+
+
 class Engines(Protocol):
     """What the API needs of the engines; ``EngineClient`` in production."""
+
+    @property
+    def max_model_len(self) -> int | None: ...
 
     def available(self) -> bool: ...
 
@@ -79,7 +99,15 @@ class Text(Protocol):
 
     async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]: ...
 
+    async def decode(self, ids: Sequence[int]) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
     def token_bytes(self, token_id: int) -> bytes: ...
+
+    @property
+    def dialect(self) -> Dialect: ...
 
 
 class Metrics(Protocol):
@@ -94,6 +122,10 @@ class Metrics(Protocol):
     def rejected(self, reason: str) -> None: ...
 
 
+NewFormat = Callable[[str, int, str, bool, Pieces | None], Format]
+"""Makes a format of: id, time of creation, model, include_usage, and a tokenizer if there are logprobs."""
+
+
 @dataclass(slots=True)
 class Job:
     """A checked request: what to generate, and in which shape to answer."""
@@ -105,8 +137,8 @@ class Job:
     priority: int
     cache_salt: str
     stream: bool
-    include_usage: bool
     format: Format
+    names: Mapping[str, str] = field(default_factory=dict)  # of fields, where a client knows them by other names
 
 
 class Api:
@@ -126,17 +158,33 @@ class Api:
         app = FastAPI(title="nanoserve", version=__version__, redirect_slashes=False)
         install(app)
 
-        def post(path: str, model: type[protocol.Request], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
-            async def endpoint() -> Response:
-                return _Answer(self, prepare)
-
+        def post(path: str, model: type[BaseModel], endpoint: Callable[..., Awaitable[Response]]) -> None:
             schema = {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}
             app.add_api_route(
                 path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": schema}
             )
 
-        post("/v1/chat/completions", protocol.ChatRequest, self._chat)
-        post("/v1/completions", protocol.CompletionRequest, self._completion)
+        def generation(path: str, model: type[BaseModel], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
+            async def endpoint() -> Response:
+                return _Answer(self, prepare)
+
+            post(path, model, endpoint)
+
+        def computation(path: str, model: type[BaseModel], compute: Callable[[bytes], Awaitable[Any]]) -> None:
+            async def endpoint(request: Request) -> Response:
+                return await self._reply(compute, request)
+
+            post(path, model, endpoint)
+
+        generation("/v1/chat/completions", protocol.ChatRequest, self._chat)
+        generation("/v1/completions", protocol.CompletionRequest, self._completion)
+        generation("/v1/responses", ResponsesRequest, self._responses)
+        generation("/v1/messages", MessagesRequest, self._messages)
+        computation("/v1/messages/count_tokens", messages.Prompt, self._count_tokens)
+        computation("/tokenize", TokenizeRequest, self._tokenize)
+        computation("/detokenize", DetokenizeRequest, self._detokenize)
+        for path in NO_GENERATION:
+            app.add_api_route(path, _no_generation, methods=["POST"], response_model=None, include_in_schema=False)
         app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
         app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
@@ -175,6 +223,7 @@ class Api:
             "created": self._created,
             "owned_by": "nanoserve",
             "root": self._args.engine.model,
+            "max_model_len": self._engines.max_model_len,
         }
 
     def _check_model(self, name: str) -> None:
@@ -187,7 +236,43 @@ class Api:
     # From a body to a job.
 
     async def _chat(self, body: bytes) -> Job:
-        request = protocol.parse(protocol.ChatRequest, body)
+        def format(reading: Reading) -> NewFormat:
+            return ChatFormat if reading.plain else partial(ChatPartsFormat, reading=reading)
+
+        return await self._conversation(protocol.parse(protocol.ChatRequest, body), format, "chatcmpl-")
+
+    async def _responses(self, body: bytes) -> Job:
+        request = protocol.parse(ResponsesRequest, body)
+
+        def format(reading: Reading) -> NewFormat:
+            return partial(ResponsesFormat, reading=reading, request=request)
+
+        chat = request.to_chat(self._text.dialect.switches_thinking)
+        return await self._translated(chat, format, "resp_", responses.NAMES)
+
+    async def _messages(self, body: bytes) -> Job:
+        def format(reading: Reading) -> NewFormat:
+            return partial(MessagesFormat, reading=reading)
+
+        chat = protocol.parse(MessagesRequest, body).to_chat(self._text.dialect)
+        return await self._translated(chat, format, "msg_", messages.NAMES)
+
+    async def _translated(
+        self,
+        request: protocol.ChatRequest,
+        format: Callable[[Reading], NewFormat],
+        id: str,
+        names: Mapping[str, str],
+    ) -> Job:
+        """The job of a body of another API, whose errors come back in that API's words."""
+        with renaming(names):
+            job = await self._conversation(request, format, id)
+        job.names = names
+        return job
+
+    async def _conversation(
+        self, request: protocol.ChatRequest, format: Callable[[Reading], NewFormat], id: str
+    ) -> Job:
         self._check(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -196,11 +281,26 @@ class Api:
             max_tokens=limit if limit is not None else self._args.ingress.default_max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
+        dialect, tools = self._text.dialect, self._tools(request)
+        prompt = await self._prompt(request, tools)
+        opened = dialect.opened([self._text.token_bytes(int(i)) for i in prompt[-TAIL:]])
+        reading = Reading(tools, opened, include_reasoning=request.include_reasoning is not False)
+        if not reading.plain:
+            structured = constraint(params.structured, tools, dialect, opened)
+            params = replace(params, structured=structured, visible_special_tokens=dialect.visible)
+        return self._job(request, [prompt], params, clip=limit is None, format=format(reading), id=id)
+
+    def _tools(self, request: protocol.ChatRequest) -> ToolUse | None:
+        return ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls, self._text.dialect)
+
+    async def _prompt(self, request: protocol.ChatRequest, tools: ToolUse | None) -> npt.NDArray[np.int32]:
+        """The prompt of a conversation. Raises ``InvalidRequestError``."""
         options: dict[str, Any] = dict(request.chat_template_kwargs or {})
         if request.add_generation_prompt is not None:
             options["add_generation_prompt"] = request.add_generation_prompt
-        prompt = await self._text.chat([message.for_template() for message in request.messages], options)
-        return self._job(request, [prompt], params, clip=limit is None, format=ChatFormat, id="chatcmpl-")
+        if tools is not None:
+            options["tools"] = tools.for_template
+        return await self._text.chat([message.for_template() for message in request.messages], options)
 
     async def _completion(self, body: bytes) -> Job:
         request = protocol.parse(protocol.CompletionRequest, body)
@@ -237,7 +337,7 @@ class Api:
         params: SamplingParams,
         *,
         clip: bool,
-        format: type[ChatFormat] | type[CompletionFormat],
+        format: NewFormat,
         id: str,
     ) -> Job:
         pieces = self._text if params.logprobs is not None else None
@@ -249,9 +349,54 @@ class Api:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             stream=bool(request.stream),
-            include_usage=request.include_usage,
             format=format(id + uuid.uuid4().hex, int(time.time()), request.model, request.include_usage, pieces),
         )
+
+    # Bodies that ask for no generation.
+
+    async def _count_tokens(self, body: bytes) -> dict[str, Any]:
+        chat = protocol.parse(messages.Prompt, body).to_chat(self._text.dialect)
+        self._check_model(chat.model)
+        with renaming(messages.NAMES):
+            return {"input_tokens": len(await self._prompt(chat, self._tools(chat)))}
+
+    async def _tokenize(self, body: bytes) -> dict[str, Any]:
+        request = protocol.parse(TokenizeRequest, body)
+        self._check_model(model := request.model if request.model is not None else self._args.model_names[0])
+        conversation = request.conversation(model)
+        if conversation is None:
+            ids = await self._text.encode(request.prompt or "", request.add_special_tokens is not False)
+        else:
+            ids = await self._prompt(conversation, self._tools(conversation))
+        tokens = ids.tolist()
+        strings = spelled([self._text.token_bytes(i) for i in tokens]) if request.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": self._engines.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+
+    async def _detokenize(self, body: bytes) -> dict[str, Any]:
+        request = protocol.parse(DetokenizeRequest, body)
+        self._check_model(request.model if request.model is not None else self._args.model_names[0])
+        size = self._text.vocab_size
+        if unknown := next((i for i in request.tokens if not 0 <= i < size), None):
+            raise bad_request(f"tokens must be from 0 to {size - 1}, and {unknown} is among them", "tokens")
+        return {"prompt": await self._text.decode(request.tokens)}
+
+    async def _reply(self, compute: Callable[[bytes], Awaitable[Any]], request: Request) -> Response:
+        """Serve one request that needs no engine."""
+        try:
+            with self._admission.slot():
+                return _json(await compute(await _read(request, self._args.ingress.max_body_bytes)))
+        except ClientDisconnect:
+            return Response(status_code=499)  # and nobody to read it
+        except Exception as error:
+            failure = self._failure(error)
+            if failure.status < 500:
+                self._metrics.rejected(failure.code or "invalid")
+            return failure.response(request.url.path)
 
     # From a job to an answer.
 
@@ -260,6 +405,7 @@ class Api:
         start = time.monotonic()
         begun = False  # whether the status has been sent
         reason = "error"
+        names: Mapping[str, str] = {}
 
         async def respond(response: Response) -> None:
             nonlocal begun
@@ -272,6 +418,7 @@ class Api:
                 job = await prepare(body)
                 choices = [Choice() for _ in range(len(job.prompts) * job.n)]
                 watch = _Stopwatch(self._metrics, start, len(choices))
+                names = job.names
                 async with aclosing(self._chunks(job)) as chunks:
                     async for index, chunk in chunks:
                         watch.observe(index, chunk.completion_tokens)
@@ -281,29 +428,28 @@ class Api:
                         if not begun:  # only now: until the first token a failure has a status of its own
                             begun = True
                             await send(_stream_start())
-                        await send(_body(job.format.event(index, chunk)))
+                        if events := job.format.event(index, chunk):
+                            await send(_body(events))
                 reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
                 usage = usage_of(choices, job.n)
                 if not job.stream:
                     await respond(Response(job.format.whole(choices, usage), media_type="application/json"))
                     return
-                if job.include_usage:
-                    await send(_body(job.format.usage_event(usage)))
-                await send(_body(DONE, more=False))
+                await send(_body(job.format.end(usage), more=False))
         except ClientDisconnect:
             reason = "abort"  # and nobody to answer
         except asyncio.CancelledError:
             reason = "abort"
             raise
         except Exception as error:
-            failure = self._failure(error)
+            failure = renamed(self._failure(error), names)
             if failure.status < 500:
                 reason = ""
                 self._metrics.rejected(failure.code or "invalid")
             if begun:
-                await send(_body(error_event(failure), more=False))
+                await send(_body(job.format.error(failure), more=False))
             else:
-                await respond(failure.response())
+                await respond(failure.response(request.url.path))
         finally:
             if reason:
                 self._metrics.finished(reason, time.monotonic() - start)
@@ -421,6 +567,16 @@ async def _read(request: Request, limit: int) -> bytes:
             408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again", code="request_timeout"
         ) from None
     return b"".join(parts)
+
+
+async def _no_generation(request: Request) -> Response:
+    raise ApiError(
+        400,
+        f"{request.url.path} is for another kind of model: those served here generate text, with /v1/chat/completions "
+        "and /v1/completions",
+        param="model",
+        code="unsupported_model",
+    )
 
 
 def _json(value: Any) -> Response:

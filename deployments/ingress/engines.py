@@ -53,6 +53,13 @@ class EngineClient:
             return bool(self._handle.running_replicas_populated())
         return router.live_replicas > 0
 
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt plus output, in tokens, as the engines say it; None while none has."""
+        router = registry.ROUTERS.get(self._key)
+        told = router.replica_metadata.values() if router is not None else ()
+        return min((data["max_model_len"] for data in told if data), default=None)
+
     async def generate(
         self,
         prompt: npt.NDArray[np.int32],

@@ -1,4 +1,5 @@
-"""Every answer that is not 2xx, in OpenAI's envelope: ``{"error": {"message", "type", "param", "code"}}``.
+"""Every answer that is not 2xx, in OpenAI's envelope: ``{"error": {"message", "type", "param", "code"}}``; under
+/v1/messages in Anthropic's: ``{"type": "error", "error": {"type", "message"}}``.
 
 Status codes steer retrying clients (the OpenAI SDK retries 408, 409, 429 and 5xx): what the client has to mend is 400,
 404, 405 or 413 and is seen once; what will pass is 408, or 429 or 503 with Retry-After.
@@ -16,6 +17,15 @@ from nanoengine.errors import InvalidRequestError
 
 MAX_MESSAGE = 1000  # characters: a message may quote what the client sent, and that may be megabytes
 MAX_PARAM = 100
+
+ANTHROPIC = "/v1/messages"  # and what lies under it
+_ANTHROPIC_TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}  # any other status is the client's to mend: "invalid_request_error"
 
 
 class ApiError(Exception):
@@ -41,8 +51,12 @@ class ApiError(Exception):
         self.retry_after = retry_after
         self.allow = allow
 
-    def body(self) -> bytes:
-        """The envelope, as JSON."""
+    def body(self, path: str = "") -> bytes:
+        """The envelope that clients of ``path`` read, as JSON."""
+        if path == ANTHROPIC or path.startswith(ANTHROPIC + "/"):
+            type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+            message = _shortened(self.message, MAX_MESSAGE)
+            return msgspec.json.encode({"type": "error", "error": {"type": type, "message": message}})
         error = {
             "message": _shortened(self.message, MAX_MESSAGE),
             "type": self.type,
@@ -51,13 +65,13 @@ class ApiError(Exception):
         }
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
         if self.allow is not None:
             headers["allow"] = self.allow
-        return Response(self.body(), self.status, headers, media_type="application/json")
+        return Response(self.body(path), self.status, headers, media_type="application/json")
 
 
 def _shortened(text: str, limit: int) -> str:
@@ -94,16 +108,17 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     if error.status_code == 404:
-        return ApiError(404, f"no route {method} {path}", code="unknown_url").response()
+        return ApiError(404, f"no route {method} {path}", code="unknown_url").response(path)
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow")
-        return ApiError(405, f"{method} is not allowed on {path}", code="method_not_allowed", allow=allow).response()
-    return ApiError(error.status_code, str(error.detail)).response()
+        error = ApiError(405, f"{method} is not allowed on {path}", code="method_not_allowed", allow=allow)
+        return error.response(path)
+    return ApiError(error.status_code, str(error.detail)).response(path)
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 def install(app: FastAPI) -> None:

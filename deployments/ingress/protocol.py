@@ -9,13 +9,16 @@ because a mistyped ``max_token`` that is ignored costs its user more than an err
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from deployments.ingress.errors import MAX_PARAM, ApiError, bad_request
+from deployments.ingress.errors import MAX_PARAM, ApiError, bad_request, from_invalid_request
 from deployments.ingress.structured import StructuredFields
+from nanoengine.errors import InvalidRequestError
 from nanoengine.sampling.params import SamplingParams
 
 INFORMATIVE = frozenset(
@@ -66,6 +69,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 
+INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+"""OpenAI's names of 2023 for what it has replaced. They are refused, not mapped: the answer would have to be in the old
+shape too, which no client of today reads, and the message says what to send."""
+
+MAX_TOOLS = 128  # OpenAI's limit
 MAX_STOP_STRINGS = 16  # OpenAI allows 4, vLLM any number; each is searched for in every delta
 
 
@@ -169,13 +177,62 @@ class Message(BaseModel):
     def for_template(self) -> dict[str, Any]:
         """The message without its nulls, ``developer`` under the older name that templates know."""
         message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if "reasoning" in message:  # the other of the two names that answers have it under; templates know the first
+            message.setdefault("reasoning_content", message.pop("reasoning"))
         return {"role": "system" if self.role == "developer" else self.role} | message
+
+
+class FunctionDefinition(BaseModel):
+    """What a function is. What else it says goes to the template, as the model was trained on tools that say more."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """``tool_choice`` of one function."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+def _tool_choice(value: Any) -> Any:
+    match value:
+        case None | "none" | "auto" | "required" | {"type": "function", "function": {"name": str()}}:
+            return value
+    raise ValueError('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
 
 
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -215,7 +272,7 @@ class CompletionRequest(Request):
     add_special_tokens: bool | None = None
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(model: type[R], body: bytes) -> R:
@@ -226,13 +283,13 @@ def parse(model: type[R], body: bytes) -> R:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    _drop_tools_not_to_be_called(data)
     for name in list(data):
         if name in model.model_fields:
             continue
         if name in UNSUPPORTED:
             if data[name] is not None and data[name] not in UNSUPPORTED[name]:
-                raise bad_request(f"{name} is not supported by this server", name, "unsupported_parameter")
+                hint = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+                raise bad_request(f"{name} is not supported by this server{hint}", name, "unsupported_parameter")
         elif name not in INFORMATIVE:
             near = difflib.get_close_matches(name[:MAX_PARAM], model.model_fields, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -244,10 +301,34 @@ def parse(model: type[R], body: bytes) -> R:
         raise _explained(error) from None
 
 
-def _drop_tools_not_to_be_called(data: dict[str, Any]) -> None:
-    if data.get("tool_choice") == "none":
-        data.pop("tools", None)
-        data.pop("tool_choice")
+def chat_request(body: dict[str, Any], names: Mapping[str, str]) -> ChatRequest:
+    """The chat request that a body of another API was translated to; nulls are absent.
+
+    Raises ``ApiError`` (400) in that API's words: ``names`` has its name for a field, where it is another.
+    """
+    with renaming(names):
+        try:
+            return ChatRequest.model_validate({name: value for name, value in body.items() if value is not None})
+        except ValidationError as error:
+            raise _explained(error) from None
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about a chat request leave the block in the words of the API that it was translated from."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise renamed(from_invalid_request(error), names) from error
+    except ApiError as error:
+        raise renamed(error, names) from error
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    if (name := names.get(error.param or "")) is None:
+        return error
+    message = error.message.replace(error.param or "", name, 1)
+    return ApiError(error.status, message, type=error.type, param=name, code=error.code)
 
 
 def _explained(error: ValidationError) -> ApiError:

@@ -19,11 +19,6 @@ _json = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 
 
-def error_event(error: ApiError) -> bytes:
-    """What a stream ends with when it fails after its first byte: no finish reason and no [DONE] follow."""
-    return b"data: " + error.body() + b"\n\n"
-
-
 @dataclass(slots=True)
 class Usage:
     """Token counts of one request; the prompt of several choices counts once."""
@@ -31,14 +26,18 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int | None = None  # of the completion's; None: not looked for
 
     def asdict(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class Pieces(Protocol):
@@ -52,6 +51,7 @@ class Choice:
     """One sequence's answer so far."""
 
     text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # how many there were with each piece of text
     logprobs: list[TokenInfo] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -61,6 +61,7 @@ class Choice:
 
     def add(self, chunk: Chunk) -> None:
         self.text.append(chunk.text)
+        self.tokens.append(chunk.completion_tokens)
         if chunk.logprobs:
             self.logprobs.extend(chunk.logprobs)
         self.finish_reason = chunk.finish_reason
@@ -84,10 +85,13 @@ class Format(Protocol):
     """One endpoint's shape of an answer."""
 
     def event(self, index: int, chunk: Chunk) -> bytes:
-        """One server-sent event for what choice ``index`` produced."""
+        """The server-sent events for what choice ``index`` produced; may be none."""
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The extra event of ``stream_options.include_usage``."""
+    def end(self, usage: Usage) -> bytes:
+        """The events after the last chunk of the last choice."""
+
+    def error(self, error: ApiError) -> bytes:
+        """What a stream ends with when it fails after its first byte: nothing that says it is complete follows."""
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The answer without streaming, as JSON."""
@@ -100,9 +104,16 @@ class _Frame:
         head = _json({"id": id, "object": object, "created": created, "model": model})
         self.head = b"data: " + head[:-1] + b',"choices":['
         self.tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._include_usage = include_usage
 
-    def usage(self, usage: Usage) -> bytes:
-        return self.head + b'],"usage":' + _json(usage.asdict()) + b"}\n\n"
+    def end(self, usage: Usage) -> bytes:
+        """The extra event of ``stream_options.include_usage``, and [DONE]."""
+        if not self._include_usage:
+            return DONE
+        return self.head + b'],"usage":' + _json(usage.asdict()) + b"}\n\n" + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
 
 
 class ChatFormat:
@@ -131,8 +142,11 @@ class ChatFormat:
             )
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._frame.end(usage)
+
+    def error(self, error: ApiError) -> bytes:
+        return self._frame.error(error)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         answer = dict(self._answer)
@@ -193,8 +207,11 @@ class CompletionFormat:
             )
         )
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._frame.end(usage)
+
+    def error(self, error: ApiError) -> bytes:
+        return self._frame.error(error)
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         answer = dict(self._answer)
@@ -237,7 +254,12 @@ class CompletionFormat:
 def _finish(chunk: Chunk) -> bytes:
     if chunk.finish_reason is None:
         return b',"finish_reason":null}'
-    return b',"finish_reason":"%b","stop_reason":%b}' % (chunk.finish_reason.encode(), _json(chunk.stop_reason))
+    return finished(chunk.finish_reason, chunk.stop_reason)
+
+
+def finished(reason: str, stop_reason: str | int | None) -> bytes:
+    """The end of a choice's last event."""
+    return b',"finish_reason":"%b","stop_reason":%b}' % (reason.encode(), _json(stop_reason))
 
 
 def _finite(logprob: float) -> float:

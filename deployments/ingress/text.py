@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from deployments.config import ReasoningParserName, ToolParserName
+from deployments.ingress.dialect import Dialect
 from nanoengine.text.chat import ChatTemplate
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -17,9 +20,16 @@ from nanoengine.text.tokenizer import Tokenizer
 class TextFrontend:
     """A model's tokenizer and chat template behind a few threads (the tokenizer releases the GIL)."""
 
-    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        threads: int,
+        tool_parser: ToolParserName = "auto",
+        reasoning_parser: ReasoningParserName = "auto",
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = ChatTemplate.of(tokenizer)
+        self.dialect = Dialect.of(tokenizer, self._template, tool_parser, reasoning_parser)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
 
     async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]:
@@ -36,6 +46,16 @@ class TextFrontend:
 
     def _encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), np.int32)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=False)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token's id is below it."""
+        return self._tokenizer.vocab_size
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for."""

@@ -42,6 +42,7 @@ class SamplingParams:
     ignore_eos: bool = False  # the model's end-of-sequence tokens do not end the answer
     include_stop_str_in_output: bool = False  # the text of the stop string, or stop token, is part of the answer
     skip_special_tokens: bool = True
+    visible_special_tokens: tuple[int, ...] = ()  # shown all the same: marks that a parser of the text needs
     detokenize: bool = True  # off: token ids only, no text, no stop strings
     logprobs: int | None = None  # also return the log-probability of each token and of this many likeliest
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit, before penalties and temperature
@@ -97,8 +98,9 @@ class SamplingParams:
         rule = f"non-empty strings of at most {_MAX_STOP_LENGTH} whole characters"
         _check(all(_is_text(stop, _MAX_STOP_LENGTH) for stop in self.stop), "stop", rule, self.stop)
         _check(not self.stop or self.detokenize, "stop", "empty when detokenize is off", self.stop)
-        ok = all(map(_is_token_id, self.stop_token_ids))
-        _check(ok, "stop_token_ids", "token ids (integers, 0 or more)", self.stop_token_ids)
+        for name in ("stop_token_ids", "visible_special_tokens"):
+            ok = all(map(_is_token_id, getattr(self, name)))
+            _check(ok, name, "token ids (integers, 0 or more)", getattr(self, name))
 
     def _check_constraints(self) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias

@@ -60,6 +60,16 @@ class ChatTemplate:
             tool_template=tokenizer.chat_templates.get("tool_use"),
         )
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the tools of a request get into its prompt."""
+        return self._tool_template is not None and self._tool_template.reads("tools")
+
+    def has_option(self, name: str) -> bool:
+        """Whether ``render`` takes ``name`` among its ``options``, with tools and without."""
+        templates = (self._template, self._tool_template)
+        return all(template is not None and name in template.options for template in templates)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -99,6 +109,9 @@ class ChatTemplate:
         )
 
 
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
+
+
 class _Template:
     """One compiled template and the names of the options that it reads."""
 
@@ -109,13 +122,16 @@ class _Template:
             self._template = environment.from_string(tree)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"the model's chat template is not valid: {error}") from error
-        given = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
-        self._options = jinja2.meta.find_undeclared_variables(tree) - given
+        self._variables = jinja2.meta.find_undeclared_variables(tree)
+        self.options = self._variables - _GIVEN
+
+    def reads(self, variable: str) -> bool:
+        return variable in self._variables
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        unknown = sorted(options.keys() - self._options)
+        unknown = sorted(options.keys() - self.options)
         if unknown:
-            known = ", ".join(sorted(self._options)) or "none"
+            known = ", ".join(sorted(self.options)) or "none"
             raise InvalidRequestError(
                 f"this model's chat template has no option {unknown[0]!r}; it has: {known}",
                 param="chat_template_kwargs",
@@ -189,11 +205,13 @@ def _text(content: Any, where: str) -> str:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object: the API has them as JSON text, templates apply ``tojson``."""
+    """A tool call with its arguments as an object: the API has them as JSON text, most templates apply ``tojson``."""
     try:
         function = dict(call["function"])
         arguments = function.get("arguments") or {}
-        function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+        function["arguments"] = arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(arguments, dict):
+            function["arguments"] = _Arguments(arguments)
         return {**call, "function": function}
     except (TypeError, KeyError, ValueError, RecursionError) as error:
         raise InvalidRequestError(
@@ -201,6 +219,22 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
             param="messages",
             code="invalid_value",
         ) from error
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments: an object to a template that walks or dumps it, JSON text to one that prints or joins it.
+
+    Templates were written for the one or for the other, and there is no telling them apart but by their output.
+    """
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
 
 
 # -- the environment --------------------------------------------------------------------------------------------------

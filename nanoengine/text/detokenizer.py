@@ -32,7 +32,9 @@ class Detokenizer:
         """``prompt_ids``: what the answer continues. A SentencePiece tokenizer drops a leading space at the start of a
         text, and there only; a prompt that ends in the middle of a character is continued.
         """
-        self._decoder = tokenizer.decoder(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        self._decoder = tokenizer.decoder(
+            prompt_ids, skip_special_tokens=params.skip_special_tokens, visible=params.visible_special_tokens
+        )
         self._with_text = params.detokenize
         self._stops = params.stop
         self._include_stop = params.include_stop_str_in_output

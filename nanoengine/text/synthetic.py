@@ -11,8 +11,20 @@ from nanoengine.text.tokenizer import Tokenizer
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")  # ids from 256 on
 
 CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>tools\\n' }}
+{%- for tool in tools %}
+{{- (tool | tojson) + '\\n' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
@@ -20,7 +32,8 @@ CHAT_TEMPLATE = """\
 
 
 def load() -> Tokenizer:
-    """A byte's id is its value. Nothing is put around a text; chat is ChatML and ends with "<|im_end|>"."""
+    """A byte's id is its value. Nothing is put around a text; chat is ChatML and ends with "<|im_end|>", and tool calls
+    are written as Hermes writes them."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=dict(BYTE_LEVEL), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()

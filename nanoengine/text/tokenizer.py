@@ -50,7 +50,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
         self.chat_templates: dict[str, str] = dict(chat_templates or {})
         self._bytes = TokenBytes(backend)
-        self._visible_bytes = TokenBytes(backend, hidden=self.special_ids)
+        self._tables = {frozenset[int](): self._bytes}  # by the tokens that are hidden
 
     @property
     def chat_template(self) -> str | None:
@@ -80,9 +80,18 @@ class Tokenizer:
         """Text of ``ids``; what is not valid UTF-8 becomes U+FFFD. Equal to what a stream of the same ids gives."""
         return self.decoder(skip_special_tokens=skip_special_tokens).push(ids, final=True)
 
-    def decoder(self, prompt_ids: Sequence[int] | IntArray = (), *, skip_special_tokens: bool = True) -> TextDecoder:
-        """A decoder for tokens that come one by one after ``prompt_ids``."""
-        table = self._visible_bytes if skip_special_tokens else self._bytes
+    def decoder(
+        self,
+        prompt_ids: Sequence[int] | IntArray = (),
+        *,
+        skip_special_tokens: bool = True,
+        visible: Iterable[int] = (),
+    ) -> TextDecoder:
+        """A decoder for tokens that come one by one after ``prompt_ids``. ``visible``: special tokens not to skip."""
+        hidden = self.special_ids.difference(visible) if skip_special_tokens else frozenset()
+        table = self._tables.get(hidden)
+        if table is None:
+            table = self._tables[hidden] = TokenBytes(self._backend, hidden)
         decoder = TextDecoder(table)
         last = next((i for i in range(len(prompt_ids) - 1, -1, -1) if table[prompt_ids[i]]), None)
         if last is not None:  # the prompt has text, so its start is past

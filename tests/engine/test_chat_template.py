@@ -258,6 +258,32 @@ def test_a_template_that_is_no_jinja():
         ChatTemplate("{% if %}")
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ a | tojson }}", '{"city": "Zürich", "n": [1]}'),
+        ("{{ a }}", '{"city": "Zürich", "n": [1]}'),
+        ("{{ 'x' + a + 'y' }}", 'x{"city": "Zürich", "n": [1]}y'),
+        ("{{ 'x' ~ a }}", 'x{"city": "Zürich", "n": [1]}'),
+        ("{{ a if a is string else a | tojson }}", '{"city": "Zürich", "n": [1]}'),
+        ("{% for k, v in a | items %}{{ k }}={{ v }};{% endfor %}", "city=Zürich;n=[1];"),
+    ],
+)
+def test_arguments_are_an_object_or_text_as_the_template_wants(template, expected):
+    call = {"function": {"name": "f", "arguments": '{"city": "Z\\u00fcrich", "n": [1]}'}}
+    template = "{% set a = messages[0].tool_calls[0].function.arguments %}" + template
+    assert ours(template).render([{"role": "assistant", "tool_calls": [call]}]) == expected
+
+
+def test_what_a_template_takes():
+    template = ours("{{ tools }}{{ enable_thinking }}", tool_template="{{ tools }}")
+    assert template.takes_tools
+    assert not template.has_option("enable_thinking"), "not with tools"
+    assert ours("{{ enable_thinking }}").has_option("enable_thinking")
+    assert not ours("{{ messages }}").takes_tools
+    assert not ours(None).takes_tools
+
+
 def test_a_template_of_its_own_for_tools():
     template = ours("plain", tool_template="tools")
     assert template.render([USER]) == "plain"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,10 @@ class FakeEngines:
     def __init__(self, pieces: Sequence[str] = ("Hel", "lo", " wörld")) -> None:
         self.pieces = list(pieces)
         self.up = True
+        self.max_model_len = 4096
+        self.finish_reason: Literal["stop", "length"] = "stop"
+        self.stop_reason: str | None = None
+        self.cached_tokens = 0
         self.error: Exception | None = None
         self.error_after = 0
         self.calls: list[tuple[list[int], SamplingParams, bool]] = []
@@ -54,7 +58,8 @@ class FakeEngines:
                 if params.logprobs is not None:
                     top = ((ord("z"), -1.5), (ord("y"), float("-inf")))[: params.logprobs]
                     logprobs = tuple(TokenInfo(byte, -0.5, top) for byte in piece.encode())
-                yield Chunk(piece, "stop" if last else None, None, len(prompt), 0, tokens, logprobs)
+                finish, stop = (self.finish_reason, self.stop_reason) if last else (None, None)
+                yield Chunk(piece, finish, stop, len(prompt), self.cached_tokens, tokens, logprobs)
                 if self.hold is not None:
                     await self.hold.wait()
         finally:

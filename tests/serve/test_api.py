@@ -237,6 +237,7 @@ async def test_default_max_tokens_is_clipped_but_an_explicit_one_is_not(service:
 
 async def test_messages_reach_the_template(service: Service) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "pick", "arguments": '{"a": 1}'}}
+    written = '<tool_call>\n{"name": "pick", "arguments": {"a": 1}}\n</tool_call>'
     for content in ({"content": None}, {}, {"content": ""}):
         messages = [
             {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
@@ -249,7 +250,7 @@ async def test_messages_reach_the_template(service: Service) -> None:
         (prompt, _, _) = service.engines.calls.pop()
         assert TOKENIZER.decode(prompt, skip_special_tokens=False) == "".join(
             f"<|im_start|>{role}\n{text}<|im_end|>\n"
-            for role, text in [("system", "be brief"), ("user", "number?"), ("assistant", ""), ("tool", "17")]
+            for role, text in [("system", "be brief"), ("user", "number?"), ("assistant", written), ("tool", "17")]
         )
 
 
@@ -300,7 +301,7 @@ BAD = [
     (CHAT, {"messages": MESSAGES, "guided_json": "{"}, "guided_json", "not valid JSON"),
     (CHAT, {"messages": MESSAGES, "guided_choice": []}, "guided_choice", "list of 1 to"),
     (CHAT, {"messages": MESSAGES, "guided_grammar": ""}, "guided_grammar", "not be empty"),
-    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "tools[0].function is required"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"-5": 1}}, "logit_bias", "not a token id"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),

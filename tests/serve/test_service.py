@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import numpy as np
 import openai
@@ -99,6 +101,85 @@ def test_chat_with_the_openai_client(client: openai.OpenAI, n: int) -> None:
     assert reasons == [choice.finish_reason for choice in whole.choices] == ["length"] * n
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+CITY |= {"additionalProperties": False}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_turns_of_tools_with_the_openai_client(client: openai.OpenAI, stream: bool) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    asked: dict[str, Any] = {"model": NAME, "tools": tools, "max_tokens": 400}
+    for choice in ("required", named):
+        if stream:
+            with client.chat.completions.stream(**asked, messages=MESSAGES, tool_choice=choice) as events:
+                answer = events.get_final_completion().choices[0]
+        else:
+            answer = client.chat.completions.create(**asked, messages=MESSAGES, tool_choice=choice).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.content is None
+        assert answer.message.tool_calls
+        for call in answer.message.tool_calls:
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+        results = [{"role": "tool", "tool_call_id": c.id, "content": "sun"} for c in answer.message.tool_calls]
+        turns = [*MESSAGES, answer.message.model_dump(exclude_none=True), *results]
+        again = client.chat.completions.create(**asked | {"max_tokens": 5}, messages=turns)
+        assert again.choices[0].message.content
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 7}}}}]
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        client.chat.completions.create(**asked | {"tools": bad}, messages=MESSAGES, tool_choice="required")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_turns_of_tools_with_the_anthropic_client(one: Cluster, stream: bool) -> None:
+    client = anthropic.Anthropic(api_key="none", base_url=one.url, max_retries=0)
+    tools: Any = [{"name": "weather", "input_schema": CITY}]
+    one_call: Any = {"type": "tool", "name": "weather"}
+    asked: dict[str, Any] = {"model": NAME, "tools": tools, "messages": MESSAGES, "max_tokens": 400}
+    if stream:
+        with client.messages.stream(**asked, tool_choice=one_call) as events:
+            answer = events.get_final_message()
+    else:
+        answer = client.messages.create(**asked, tool_choice=one_call)
+    assert answer.stop_reason == "tool_use"
+    (call,) = answer.content
+    assert call.input["city"] in ("Paris", "Rome")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sun"}
+    turns: Any = [
+        *MESSAGES,
+        {"role": "assistant", "content": [call.model_dump(exclude_none=True)]},
+        {"role": "user", "content": [result]},
+    ]
+    again = client.messages.create(**asked | {"messages": turns, "max_tokens": 5})
+    assert again.content[0].text
+    assert again.stop_reason == "max_tokens"
+    assert again.usage.output_tokens == 5
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**asked | {"model": "none"})
+    with pytest.raises(anthropic.BadRequestError, match="context"):
+        client.messages.create(**asked | {"max_tokens": 3000})
+
+
+def test_responses_with_the_openai_client(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": NAME, "input": "hi", "max_output_tokens": 8, "extra_body": {"seed": 1}}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as events:
+        streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert streamed == whole.output_text
+    assert whole.status == "incomplete"
+    assert whole.usage is not None
+    assert whole.usage.output_tokens == 8
+    with pytest.raises(openai.BadRequestError, match="context") as raised:
+        client.responses.create(**asked | {"max_output_tokens": 3000})
+    assert raised.value.param == "max_output_tokens"
+
+
+def test_tokenize_knows_the_context(http: httpx.Client) -> None:
+    answer = http.post("/tokenize", json={"model": NAME, "prompt": "ab"}).json()
+    assert answer == {"count": 2, "max_model_len": 2048, "tokens": [97, 98], "token_strs": None}
 
 
 def test_completions_with_the_openai_client(client: openai.OpenAI) -> None:
