@@ -301,7 +301,7 @@ def run(
         for key, error in output.refused:
             outputs[key] = (outputs[key][0], str(error))
     assert not len(engine._constraints), "a constraint was left behind"
-    assert not engine._compiling
+    assert not engine._gate
     return outputs
 
 
