@@ -17,6 +17,7 @@ from deployments.ingress.engines import EngineClient
 from deployments.ingress.text import TextFrontend
 from deployments.metrics import RequestMetrics
 from deployments.replica import EngineReplica
+from nanoengine.sampling.defaults import sampling_defaults
 from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import resolve_model
 
@@ -27,14 +28,16 @@ class Ingress:
 
     def __init__(self, engine: DeploymentHandle, args: AppArgs) -> None:
         # Asks no engine for anything: an ingress starts, and answers /health, whether or not an engine does.
-        tokenizer = load_tokenizer(resolve_model(args.engine.model, args.engine.revision))
-        self._engines = EngineClient(engine, args.ingress)
-        self._api = Api(
-            args,
-            self._engines,
-            TextFrontend(tokenizer, args.ingress.tokenizer_threads, args.tool_parser, args.reasoning_parser),
-            RequestMetrics(args.model_names[0]),
+        files = resolve_model(args.engine.model, args.engine.revision)
+        text = TextFrontend(
+            load_tokenizer(files),
+            args.ingress.tokenizer_threads,
+            args.tool_parser,
+            args.reasoning_parser,
+            sampling_defaults(args.engine, files),
         )
+        self._engines = EngineClient(engine, args.ingress)
+        self._api = Api(args, self._engines, text, RequestMetrics(args.model_names[0]))
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this on the event loop that requests will run on.

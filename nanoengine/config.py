@@ -82,6 +82,11 @@ class EngineConfig(BaseModel):
         description="On a GPU: the same tokens whatever else is in the batch, the cache or the past. Slower.",
     )
 
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: temperature, top_k, top_p, min_p and repetition_penalty of the model's "
+        "generation_config.json are those of requests that do not set them, field by field. none: they are 1, or off.",
+    )
     seed: int = Field(0, description="Seeds the requests that bring none.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads for the model; None takes all cores that this process may use."

@@ -95,6 +95,8 @@ class Engines(Protocol):
 class Text(Protocol):
     """What the API needs of a tokenizer; ``TextFrontend`` in production."""
 
+    sampling_defaults: Mapping[str, Any]
+
     async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]: ...
 
     async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]: ...
@@ -224,6 +226,7 @@ class Api:
             "owned_by": "nanoserve",
             "root": self._args.engine.model,
             "max_model_len": self._engines.max_model_len,
+            "sampling_defaults": dict(self._text.sampling_defaults),
         }
 
     def _check_model(self, name: str) -> None:
@@ -278,6 +281,7 @@ class Api:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         params = request.sampling(
+            self._text.sampling_defaults,
             max_tokens=limit if limit is not None else self._args.ingress.default_max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
@@ -307,7 +311,9 @@ class Api:
         self._check(request, prompts=len(request.prompt))
         limit = request.max_tokens
         params = request.sampling(
-            max_tokens=limit if limit is not None else COMPLETION_MAX_TOKENS, logprobs=request.logprobs
+            self._text.sampling_defaults,
+            max_tokens=limit if limit is not None else COMPLETION_MAX_TOKENS,
+            logprobs=request.logprobs,
         )
         special = request.add_special_tokens is not False
         prompts = [

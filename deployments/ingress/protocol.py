@@ -153,11 +153,14 @@ class Request(StructuredFields):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters. Raises ``InvalidRequestError`` naming the field that is out of range."""
+    def sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters, of ``defaults`` what the request does not set.
+
+        Raises ``InvalidRequestError`` naming the field that is out of range.
+        """
         asked = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            **asked,
+            **(dict(defaults) | asked),
             logit_bias=self.logit_bias,
             structured=self.structured(),
             stop=tuple(self.stop or ()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -26,7 +26,10 @@ class TextFrontend:
         threads: int,
         tool_parser: ToolParserName = "auto",
         reasoning_parser: ReasoningParserName = "auto",
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
+        """``sampling_defaults``: fields of ``SamplingParams`` for requests that do not set them."""
+        self.sampling_defaults = sampling_defaults or {}
         self._tokenizer = tokenizer
         self._template = ChatTemplate.of(tokenizer)
         self.dialect = Dialect.of(tokenizer, self._template, tool_parser, reasoning_parser)
