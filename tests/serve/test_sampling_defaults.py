@@ -11,12 +11,11 @@ import httpx
 import pytest
 
 from deployments.config import AppArgs
-from deployments.ingress.api import Api
 from deployments.ingress.text import TextFrontend
 from nanoengine.config import EngineConfig
 from nanoengine.sampling.defaults import sampling_defaults
 from nanoengine.weights.sources import ModelFiles
-from tests.serve.fakes import FakeEngines, FakeMetrics
+from tests.serve.fakes import FakeEngines, FakeMetrics, api_of
 from tests.serve.test_api import CHAT, COMPLETION, MESSAGES, TOKENIZER
 
 RECOMMENDED = {"temperature": 0.2, "top_k": 1, "top_p": 0.05, "repetition_penalty": 1.2}
@@ -56,7 +55,7 @@ def test_what_nobody_could_ask_for_is_left_out(tmp_path: Path, stated: Any, capl
 async def test_a_request_wins_field_by_field(asked: dict[str, Any], expected: dict[str, Any]) -> None:
     engines = FakeEngines()
     text = TextFrontend(TOKENIZER, threads=1, sampling_defaults=RECOMMENDED)
-    api = Api(AppArgs.model_validate({"served_model_names": ["m"]}), engines, text, FakeMetrics())
+    api = api_of(AppArgs.model_validate({"served_model_names": ["m"]}), engines, text, FakeMetrics())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api.app()), base_url="http://test") as http:
         await http.post(CHAT, json={"model": "m", "messages": MESSAGES, **asked})
         await http.post(COMPLETION, json={"model": "m", "prompt": "hi", **asked})
