@@ -68,7 +68,11 @@ class EngineConfig(BaseModel):
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Fraction of blocks kept free at admission, so that running sequences can grow."
     )
-    scheduling_policy: Literal["fcfs"] = Field("fcfs", description="Order of admission and choice of whom to preempt.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs",
+        description="Order of admission and choice of whom to preempt: first come, first served, or by the requests' "
+        "`priority`, the lowest first.",
+    )
 
     cuda_graphs: bool = Field(
         True, description="On a GPU: run steps that only decode as CUDA graphs. Off saves seconds of start-up."

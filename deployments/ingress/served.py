@@ -104,6 +104,7 @@ class ServedModel:
         self.names = args.model_names
         self.engines, self.text, self.metrics = engines, text, metrics
         self._root = args.engine.model
+        self._by_priority = args.engine.scheduling_policy == "priority"
         self._config = config
 
     def card(self, name: str, created: int) -> dict[str, Any]:
@@ -179,8 +180,12 @@ class ServedModel:
             )
         if n > 1 and request.temperature == 0:
             raise bad_request("n must be 1 at temperature 0: all choices would be the same", "n")
-        if request.priority:  # no scheduling policy reads it yet; silence would promise what is not kept
-            raise bad_request("priority is not served: requests are taken first come, first served", "priority")
+        if request.priority and not self._by_priority:  # silence would promise what is not kept
+            raise bad_request(
+                "priority has no effect here: this model's requests are taken first come, first served "
+                "(engine.scheduling_policy: priority changes that)",
+                "priority",
+            )
 
     def _job(
         self,

@@ -14,7 +14,7 @@ from deployments.config import AppArgs, ModelArgs
 from deployments.ingress.api import Api
 from deployments.ingress.served import ServedModel
 from deployments.ingress.text import TextFrontend
-from tests.serve.fakes import FakeEngines, FakeMetrics
+from tests.serve.fakes import FakeEngines, FakeMetrics, api_of
 from tests.serve.test_api import CHAT, COMPLETION, MESSAGES, TOKENIZER, envelope
 
 TWO: dict[str, Any] = {
@@ -81,6 +81,15 @@ async def test_healthy_while_one_is_up(service: Service) -> None:
     assert (await service.http.get("/health")).status_code == 200
     service.engines["large"].up = False
     assert (await service.http.get("/health")).status_code == 503
+
+
+async def test_priority_is_taken_where_the_policy_reads_it() -> None:
+    for policy, status in (("fcfs", 400), ("priority", 200)):
+        args = AppArgs.model_validate({"served_model_names": ["m"], "engine": {"scheduling_policy": policy}})
+        api = api_of(args, FakeEngines(), TextFrontend(TOKENIZER, threads=1), FakeMetrics())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api.app()), base_url="http://test") as http:
+            response = await http.post(CHAT, json={"model": "m", "messages": MESSAGES, "priority": 3})
+        assert response.status_code == status
 
 
 @pytest.mark.parametrize(
