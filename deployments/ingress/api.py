@@ -28,6 +28,7 @@ from deployments.ingress.chat import ChatPartsFormat
 from deployments.ingress.errors import (
     ApiError,
     bad_request,
+    described,
     from_invalid_request,
     install,
     internal,
@@ -80,17 +81,39 @@ class Api:
         app = FastAPI(title="nanoserve", version=__version__, redirect_slashes=False)
         install(app)
 
-        def post(path: str, model: type[BaseModel], endpoint: Callable[..., Awaitable[Response]]) -> None:
-            schema = {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}
+        definitions: dict[str, Any] = {}  # of the bodies, for the OpenAPI document
+        document = app.openapi
+
+        def openapi() -> dict[str, Any]:
+            document().setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+            return document()
+
+        app.openapi = openapi  # type: ignore[method-assign]
+
+        def get(path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:
+            app.add_api_route(path, endpoint, methods=["GET"], response_model=None, responses=described(path))
+
+        def post(
+            path: str, model: type[BaseModel], endpoint: Callable[..., Awaitable[Response]], streams: bool = False
+        ) -> None:
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            definitions.update(schema.pop("$defs", {}))
+            schema["properties"]["model"]["enum"] = [*self._models]
+            body = {"content": {"application/json": {"schema": schema}}, "required": True}
             app.add_api_route(
-                path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": schema}
+                path,
+                endpoint,
+                methods=["POST"],
+                response_model=None,
+                responses=described(path, streams),
+                openapi_extra={"requestBody": body},
             )
 
         def generation(path: str, model: type[BaseModel], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
             async def endpoint() -> Response:
                 return _Answer(self, prepare)
 
-            post(path, model, endpoint)
+            post(path, model, endpoint, streams=True)
 
         def computation(path: str, model: type[BaseModel], compute: Callable[[bytes], Awaitable[Any]]) -> None:
             async def endpoint(request: Request) -> Response:
@@ -107,11 +130,11 @@ class Api:
         computation("/detokenize", DetokenizeRequest, self._detokenize)
         for path in NO_GENERATION:
             app.add_api_route(path, _no_generation, methods=["POST"], response_model=None, include_in_schema=False)
-        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
-        app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
-        app.add_api_route("/debug/memory", self.memory, methods=["GET"], response_model=None)
-        app.add_api_route("/version", self.version, methods=["GET"], response_model=None)
+        get("/v1/models", self.models)
+        get("/v1/models/{name:path}", self.model)
+        get("/health", self.health)
+        get("/debug/memory", self.memory)
+        get("/version", self.version)
         return app
 
     # Routes without a body.

@@ -33,6 +33,10 @@ class TinyEngines:
         self._made: dict[int, Made] = {}
         self._errors: dict[int, Exception] = {}
 
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.info.max_model_len
+
     def available(self) -> bool:
         return True
 
