@@ -21,7 +21,7 @@ import numpy as np
 
 from nanoengine.answer import Answer, Made
 from nanoengine.config import EngineConfig
-from nanoengine.errors import EngineDeadError, InvalidRequestError, ModelLoadError, NanoEngineError
+from nanoengine.errors import EngineDeadError, ModelLoadError, NanoEngineError
 from nanoengine.outputs import Delta, EngineInfo, Load, MemorySummary
 from nanoengine.protocol import (
     HEADER,
@@ -193,8 +193,8 @@ class AsyncEngine:
         """Stream one request. Each delta has all that came since the one before; the last has a finish reason.
 
         Leaving the loop aborts the request. ``request_id`` is only a name for ``abort`` and need not be unique.
-        Raises ``InvalidRequestError`` (or its ``ContextLengthError``) before the first delta, and ``EngineDeadError``
-        at any time.
+        Raises ``InvalidRequestError`` (or its ``ContextLengthError``) or ``EngineOverloadedError`` before the first
+        delta, and ``EngineDeadError`` at any time.
         """
         if self._dead is not None:
             raise self._dead
@@ -243,9 +243,7 @@ class AsyncEngine:
                 if isinstance(message, Update):
                     self._apply(message)
                 elif isinstance(message, Refused):
-                    self._fail(
-                        message.key, InvalidRequestError(message.message, param=message.param, code=message.code)
-                    )
+                    self._fail(message.key, message.error())
                 elif isinstance(message, Memory):
                     if (answer := self._memory.get(message.number)) is not None and not answer.done():
                         answer.set_result(message.summary)

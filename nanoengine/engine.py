@@ -12,7 +12,7 @@ import numpy as np
 
 from nanoengine.cache.blocks import BlockPool
 from nanoengine.config import EngineConfig
-from nanoengine.errors import InvalidRequestError
+from nanoengine.errors import Refusal
 from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
 from nanoengine.runner.base import PendingStep
 from nanoengine.runner.build import build_runner
@@ -36,7 +36,7 @@ class StepOutput:
     finished: list[Finished] = field(default_factory=list)
     started: list[tuple[int, int]] = field(default_factory=list)  # (key, prompt tokens found in the prefix cache)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index into keys, where asked for
-    refused: list[tuple[int, InvalidRequestError]] = field(default_factory=list)  # by key: ended, and not as asked
+    refused: list[tuple[int, Refusal]] = field(default_factory=list)  # by key: ended, and not as asked
 
 
 class Engine:
@@ -149,10 +149,12 @@ class Engine:
         if len(step.constrained):
             pending.constrain(self._constraints.masks(step.keys[step.constrained]))
 
-    def _advance(self, step: Step, retired: Retired) -> list[tuple[int, InvalidRequestError]]:
+    def _advance(self, step: Step, retired: Retired) -> list[tuple[int, Refusal]]:
         """Let constraints follow what a step brought; returns the requests that have to end for it."""
         ours = np.isin(retired.rows, step.constrained)
-        failed = dict(self._constraints.advance(retired.keys[ours].tolist(), retired.tokens[ours].tolist()))
+        failed: dict[int, Refusal] = dict(
+            self._constraints.advance(retired.keys[ours].tolist(), retired.tokens[ours].tolist())
+        )
         for end in retired.finished:
             self._constraints.drop(end.key)
             self._finished["abort"] += end.key in failed
@@ -160,11 +162,11 @@ class Engine:
             self.abort(key)
         return list(failed.items())
 
-    def _add_compiled(self) -> list[tuple[int, InvalidRequestError]]:
-        """Queue requests whose grammar is ready; returns those whose grammar is at fault."""
-        refused = []
+    def _add_compiled(self) -> list[tuple[int, Refusal]]:
+        """Queue requests whose grammar is ready; returns those whose grammar is at fault, or has not got its turn."""
+        refused: list[tuple[int, Refusal]] = []
         for one, compiled in self._gate.opened():
-            if isinstance(compiled, InvalidRequestError):
+            if isinstance(compiled, Refusal):
                 refused.append((one.key, compiled))
                 continue
             self._scheduler.add(one.key, one.prompt, one.params, priority=one.priority, cache_salt=one.cache_salt)

@@ -43,5 +43,9 @@ class EngineOverloadedError(NanoEngineError):
         self.retry_after = retry_after
 
 
+Refusal = InvalidRequestError | EngineOverloadedError
+"""Of one request, which ends; others go on."""
+
+
 class EngineDeadError(NanoEngineError):
     """The engine process ended; every open stream gets this."""

@@ -87,7 +87,7 @@ def _serve(engine: Engine, sock: socket.socket) -> None:
             _handle(engine, sock, message)
         output = engine.step()
         for key, error in output.refused if output is not None else ():
-            sock.sendall(frame(Refused(key, error.message, error.param, error.code)))
+            sock.sendall(frame(Refused.of(key, error)))
         if output is not None or message is not None:
             sock.sendall(frame(_update(engine, output)))
 
@@ -107,7 +107,7 @@ def _handle(engine: Engine, sock: socket.socket, message: ToEngine) -> None:
         try:
             engine.add(message.key, prompt, message.params, priority=message.priority, cache_salt=message.cache_salt)
         except InvalidRequestError as error:
-            sock.sendall(frame(Refused(message.key, error.message, error.param, error.code)))
+            sock.sendall(frame(Refused.of(message.key, error)))
     elif isinstance(message, Abort):
         engine.abort(message.key)
     elif isinstance(message, Inspect):

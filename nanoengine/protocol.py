@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from nanoengine.errors import EngineOverloadedError, InvalidRequestError, Refusal
 from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.scheduler import Finished
@@ -61,12 +62,25 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """Engine to owner: a request that can never be served, as an ``InvalidRequestError``."""
+    """Engine to owner: a request that is not served, now or ever, and why."""
 
     key: int
     message: str
-    param: str | None
-    code: str | None
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None  # seconds: it may be served then
+
+    @classmethod
+    def of(cls, key: int, error: Refusal) -> Refused:
+        if isinstance(error, EngineOverloadedError):
+            return cls(key, str(error), retry_after=error.retry_after)
+        return cls(key, error.message, error.param, error.code)
+
+    def error(self) -> Refusal:
+        """The error that this one was made of."""
+        if self.retry_after is not None:
+            return EngineOverloadedError(self.message, retry_after=self.retry_after)
+        return InvalidRequestError(self.message, param=self.param, code=self.code)
 
 
 class Memory(msgspec.Struct, tag=True, array_like=True):

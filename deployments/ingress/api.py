@@ -23,12 +23,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.config import IngressConfig
-from deployments.ingress import messages, protocol, responses
+from deployments.ingress import document, messages, protocol, responses
 from deployments.ingress.chat import ChatPartsFormat
 from deployments.ingress.errors import (
     ApiError,
     bad_request,
-    described,
     from_invalid_request,
     install,
     internal,
@@ -81,32 +80,33 @@ class Api:
         app = FastAPI(title="nanoserve", version=__version__, redirect_slashes=False)
         install(app)
 
-        definitions: dict[str, Any] = {}  # of the bodies, for the OpenAPI document
-        document = app.openapi
+        bodies = (
+            *(protocol.ChatRequest, protocol.CompletionRequest, ResponsesRequest, MessagesRequest, messages.Prompt),
+            *(TokenizeRequest, DetokenizeRequest),
+        )
+        components, openapi = document.schemas(bodies), app.openapi
 
-        def openapi() -> dict[str, Any]:
-            document().setdefault("components", {}).setdefault("schemas", {}).update(definitions)
-            return document()
+        def documented() -> dict[str, Any]:
+            openapi().setdefault("components", {}).setdefault("schemas", {}).update(components)
+            return openapi()
 
-        app.openapi = openapi  # type: ignore[method-assign]
+        app.openapi = documented  # type: ignore[method-assign]
 
         def get(path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:
-            app.add_api_route(path, endpoint, methods=["GET"], response_model=None, responses=described(path))
+            answers = document.answers(path, document.ANSWERS[path])
+            app.add_api_route(path, endpoint, methods=["GET"], response_model=None, responses=answers)
 
         def post(
             path: str, model: type[BaseModel], endpoint: Callable[..., Awaitable[Response]], streams: bool = False
         ) -> None:
-            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            definitions.update(schema.pop("$defs", {}))
-            schema["properties"]["model"]["enum"] = [*self._models]
-            body = {"content": {"application/json": {"schema": schema}}, "required": True}
             app.add_api_route(
                 path,
                 endpoint,
                 methods=["POST"],
+                name=path.rsplit("/", 1)[-1],
                 response_model=None,
-                responses=described(path, streams),
-                openapi_extra={"requestBody": body},
+                responses=document.answers(path, document.ANSWERS[path], streams),
+                openapi_extra={"requestBody": document.body(model, [*self._models], components)},
             )
 
         def generation(path: str, model: type[BaseModel], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
@@ -222,7 +222,9 @@ class Api:
         else:
             ids = await model.prompt(conversation)
         tokens = ids.tolist()
-        strings = spelled([model.text.token_bytes(i) for i in tokens]) if request.return_token_strs else None
+        strings = None
+        if request.return_token_strs:  # a second or two for a million tokens
+            strings = await asyncio.to_thread(lambda: spelled([model.text.token_bytes(i) for i in tokens]))
         return {
             "count": len(tokens),
             "max_model_len": model.engines.max_model_len,

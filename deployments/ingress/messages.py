@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from deployments.ingress.bodies import Many, Strict
 from deployments.ingress.chat import read
 from deployments.ingress.dialect import Dialect
 from deployments.ingress.errors import ANTHROPIC, ApiError, bad_request
@@ -31,11 +32,7 @@ _json = msgspec.json.encode
 _IGNORED = {"cache_control", "citations", "signature"}  # of blocks: they ask for nothing that changes the answer
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class Thinking(_Model):
+class Thinking(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
     display: str | None = None
@@ -51,7 +48,7 @@ class ToolDefinition(BaseModel):
     strict: bool | None = None
 
 
-class Choosing(_Model):
+class Choosing(Strict):
     """``tool_choice``."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -59,14 +56,12 @@ class Choosing(_Model):
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(_Model):
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
-
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Model):
+class OutputConfig(Strict):
     format: OutputFormat | None = None
     effort: str | None = None
 
@@ -76,21 +71,24 @@ def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Blocks = Annotated[list[dict[str, Any]], BeforeValidator(_blocks)]
+_AS_SENT = str | list[dict[str, Any]]
+Blocks = Annotated[Many[dict[str, Any]], BeforeValidator(_blocks, json_schema_input_type=_AS_SENT)]
 
 
-class Turn(_Model):
+class Turn(Strict):
     role: Literal["user", "assistant"]
     content: Blocks
 
 
-class Prompt(_Model):
+class Prompt(Strict):
     """What the tokens of a prompt depend on: POST /v1/messages/count_tokens."""
 
     model: str
-    messages: list[Turn] = Field(min_length=1)
-    system: Annotated[list[dict[str, Any]] | None, BeforeValidator(_blocks)] = None
-    tools: list[ToolDefinition] | None = Field(None, max_length=MAX_TOOLS)
+    messages: Many[Turn] = Field(min_length=1)
+    system: Annotated[Many[dict[str, Any]] | None, BeforeValidator(_blocks, json_schema_input_type=_AS_SENT | None)] = (
+        None
+    )
+    tools: Many[ToolDefinition] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Choosing | None = None
     thinking: Thinking | None = None
     cache_control: dict[str, Any] | None = None  # every prompt is cached
@@ -135,7 +133,7 @@ class MessagesRequest(Prompt):
 
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
     top_k: int | None = None

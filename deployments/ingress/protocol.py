@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from deployments.ingress.bodies import Many, Strict
 from deployments.ingress.errors import MAX_PARAM, ApiError, bad_request, from_invalid_request
 from deployments.ingress.structured import StructuredFields
 from nanoengine.errors import InvalidRequestError
@@ -74,6 +75,7 @@ INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 shape too, which no client of today reads, and the message says what to send."""
 
 MAX_TOOLS = 128  # OpenAI's limit
+MAX_BIASES = 1024  # as many as an engine takes
 MAX_STOP_STRINGS = 16  # OpenAI allows 4, vLLM any number; each is searched for in every delta
 
 
@@ -96,6 +98,9 @@ _PASSED_ON = (
 """Fields that are SamplingParams' own, by the same name."""
 
 
+_Stop = str | list[str] | None  # as it is sent
+
+
 def _stop(value: Any) -> Any:
     if isinstance(value, str):
         return [value]
@@ -106,15 +111,15 @@ def _biases(value: Any) -> Any:
     """Token ids are the keys of a JSON object, so they come as text."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"must have at most {MAX_BIASES} token ids, and there are {len(value)}")
     for key in value:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise ValueError(f"{key[:20]!r} is not a token id: keys are integers from 0, written as strings")
     return {int(key): bias for key, bias in value.items()}
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
@@ -133,17 +138,21 @@ class Request(StructuredFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_stop)] = Field(None, max_length=MAX_STOP_STRINGS)
+    stop: Annotated[Many[str] | None, BeforeValidator(_stop, json_schema_input_type=_Stop)] = Field(
+        None, max_length=MAX_STOP_STRINGS
+    )
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = Field(None, max_length=128)
+    stop_token_ids: Many[int] | None = Field(None, max_length=128)
     ignore_eos: bool | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases)] = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[
+        dict[int, float] | None, BeforeValidator(_biases, json_schema_input_type=dict[str, float] | None)
+    ] = None
+    allowed_token_ids: Many[int] | None = None
+    bad_words: Many[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
@@ -203,16 +212,12 @@ class Tool(BaseModel):
     function: FunctionDefinition
 
 
-class FunctionName(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class FunctionName(Strict):
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Strict):
     """``tool_choice`` of one function."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["function"]
     function: FunctionName
@@ -231,8 +236,8 @@ def _tool_choice(value: Any) -> Any:
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    messages: Many[Message] = Field(min_length=1)
+    tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -270,7 +275,10 @@ def _is_id(value: Any) -> bool:
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[str | list[int]]),
+    ]
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool | None = None
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
+from deployments.ingress.bodies import Many, Strict
 from deployments.ingress.chat import read
 from deployments.ingress.errors import ApiError, bad_request
 from deployments.ingress.parts import Arguments, Call, Item, Part, Reasoning, Text
@@ -33,6 +34,8 @@ NAMES = {
 }
 """Fields of a chat request, and the fields here that they come from."""
 
+MAX_METADATA = 16  # OpenAI's limit
+
 _SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs"),
     *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt"),
@@ -40,13 +43,7 @@ _SAME = (
 """Fields of a chat request by the same name; the second line is not OpenAI's, but of use here as there."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class TextFormat(_Model):
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
-
+class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -54,12 +51,12 @@ class TextFormat(_Model):
     strict: bool | None = None
 
 
-class TextConfig(_Model):
+class TextConfig(Strict):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None  # the default
 
 
-class ReasoningConfig(_Model):
+class ReasoningConfig(Strict):
     """``effort`` "none" turns the reasoning off where the model's template can; others are the model's to choose."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -67,7 +64,7 @@ class ReasoningConfig(_Model):
     generate_summary: str | None = None
 
 
-class FunctionTool(_Model):
+class FunctionTool(Strict):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -75,7 +72,7 @@ class FunctionTool(_Model):
     strict: bool | None = None
 
 
-class StreamOptions(_Model):
+class ResponsesStreamOptions(Strict):
     include_obfuscation: bool | None = None  # padding against who reads sizes; none is sent
 
 
@@ -86,28 +83,36 @@ def _choice(value: Any) -> Any:
     raise ValueError('must be "none", "auto", "required" or {"type": "function", "name": ...}')
 
 
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"must have at most {MAX_METADATA} entries, and there are {len(value)}")
+    return value
+
+
 def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesRequest(_Model):
+class ResponsesRequest(Strict):
     """The body. ``metadata`` comes back in the answer."""
 
     model: str
-    input: Annotated[list[dict[str, Any]], BeforeValidator(_items)] = Field(min_length=1)
+    input: Annotated[
+        Many[dict[str, Any]], BeforeValidator(_items, json_schema_input_type=str | list[dict[str, Any]])
+    ] = Field(min_length=1)
     instructions: str | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Many[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Annotated[str | dict[str, Any] | None, BeforeValidator(_choice)] = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_few)] = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
     store: bool | None = None
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None  # a prompt that is too long is refused, never cut
@@ -119,7 +124,7 @@ class ResponsesRequest(_Model):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from deployments.ingress.bodies import Many, Strict
 from deployments.ingress.errors import bad_request
 from nanoengine.structured.grammar import Grammar, Kind
 
 Schema = dict[str, Any] | bool | str  # a string is a schema as JSON
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(Strict):
     """``strict`` changes nothing: a schema is kept to the letter, or refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     name: str | None = Field(None, max_length=256)
     description: str | None = None
@@ -26,10 +25,8 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Strict):
     """OpenAI's."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -41,14 +38,12 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Strict):
     """vLLM's."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     json_: Schema | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -60,7 +55,7 @@ class StructuredFields(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
 
     def structured(self) -> Grammar | None:

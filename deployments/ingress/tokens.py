@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from deployments.ingress.bodies import Many
 from deployments.ingress.errors import bad_request
-from deployments.ingress.protocol import ChatRequest, Message, Tool
+from deployments.ingress.protocol import MAX_TOOLS, ChatRequest, Message, Tool
 
 
 class TokenizeRequest(BaseModel):
@@ -17,11 +18,11 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Many[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None  # of a prompt: true if absent; a rendered template has them already
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
     return_token_strs: bool | None = None
 
     def conversation(self, model: str) -> ChatRequest | None:

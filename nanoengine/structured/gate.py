@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
-from nanoengine.errors import InvalidRequestError
+from nanoengine.errors import EngineOverloadedError, InvalidRequestError, Refusal
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.step import IntArray
 from nanoengine.structured.compiler import Compiled, Compiler
 from nanoengine.structured.matcher import GrammarError
 
 _POLL = 0.005  # seconds between looks, where nothing else is to be done
+TURN_SECONDS = 20.0  # that a request waits for its turn to be compiled: behind grammars that take all they may
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Waiting:
     priority: int
     cache_salt: str
     compiled: Future[Compiled]
+    deadline: float  # for its turn
 
 
 class Gate:
@@ -39,7 +42,8 @@ class Gate:
 
     def enter(self, key: int, prompt: IntArray, params: SamplingParams, priority: int, cache_salt: str) -> None:
         """Begin to compile what the request asks for."""
-        self._waiting[key] = Waiting(key, prompt, params, priority, cache_salt, self._compiler(params))
+        deadline = time.monotonic() + TURN_SECONDS
+        self._waiting[key] = Waiting(key, prompt, params, priority, cache_salt, self._compiler(params), deadline)
 
     def leave(self, key: int) -> bool:
         """Whether the request waited here; it does not any more.
@@ -52,16 +56,19 @@ class Gate:
             left.compiled.cancel()
         return True
 
-    def opened(self) -> Iterator[tuple[Waiting, Compiled | InvalidRequestError]]:
-        """Those whose grammar is ready, or found to be at fault: they wait no longer."""
+    def opened(self) -> Iterator[tuple[Waiting, Compiled | Refusal]]:
+        """Those whose grammar is ready, or at fault, or has not got its turn: they wait no longer."""
+        now = time.monotonic()
         for key, one in list(self._waiting.items()):
-            if not one.compiled.done():
-                continue
-            del self._waiting[key]
-            try:
-                yield one, _result(one.compiled, one.params)
-            except InvalidRequestError as error:
-                yield one, error
+            if one.compiled.done():
+                del self._waiting[key]
+                try:
+                    yield one, _result(one.compiled, one.params)
+                except InvalidRequestError as error:
+                    yield one, error
+            elif now > one.deadline and not one.compiled.running():
+                self.leave(key)
+                yield one, EngineOverloadedError("too many grammars wait to be compiled; try again later")
 
     def wait(self) -> None:
         """Wait a little for the next to be ready, where nothing else is to be done."""

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 
@@ -26,7 +27,7 @@ from nanoengine.structured.grammar import Grammar
 from nanoengine.structured.matcher import GrammarError, Tokens, matcher, source
 
 SECONDS = 5.0
-MEMORY = 1 << 30  # bytes of address space
+MEMORY = 1 << 30  # bytes, beside what the process begins with
 STACK = 256 << 20  # bytes, of threads that compile; only what is touched takes memory
 
 
@@ -76,21 +77,27 @@ class Trial:
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "nanoengine.structured.trial", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stderr=subprocess.DEVNULL,  # what the library says as it dies
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # numpy is imported, and asked for nothing
+            )
         self._socket.sendall(self._vocabulary)
 
     def _why(self) -> str:
         """The process is gone: why, as an error."""
         assert self._process is not None
         self._process.wait()
-        if self._process.returncode == -signal.SIGPROF:
+        if self._process.returncode in (-signal.SIGPROF, -signal.SIGALRM):
             return f"takes longer than {SECONDS:g} s to compile: simplify it"
         return "is too large: compiling it takes too much memory"
 
 
 def main(fd: int) -> None:
     """Try what comes from ``fd`` until that closes."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    begins_with = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (begins_with + MEMORY, begins_with + MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sock = socket.socket(fileno=fd)
     first = read_frame(sock)
@@ -101,10 +108,13 @@ def main(fd: int) -> None:
     decode = decoder(_Try).decode
     while (body := read_frame(sock)) is not None:
         attempt: _Try = decode(body)
-        # The kernel ends the process when this runs out, in whatever code it is.
+        # The kernel ends the process when these run out, in whatever code it is: CPU time, as others may want the cores
+        # too, and, should it ever wait for something, time.
         signal.setitimer(signal.ITIMER_PROF, attempt.seconds)
+        signal.setitimer(signal.ITIMER_REAL, 10 * attempt.seconds)
         verdict = _tried(Grammar(attempt.kind, attempt.text), tokens)  # type: ignore[arg-type]  # it was one before
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         sock.sendall(frame(verdict))
 
 

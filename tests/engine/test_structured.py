@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from nanoengine.async_engine import AsyncEngine
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
-from nanoengine.errors import InvalidRequestError
+from nanoengine.errors import EngineOverloadedError, InvalidRequestError
 from nanoengine.llm import LLM
+from nanoengine.protocol import Refused
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.structured import compiler as compiler_module
 from nanoengine.structured import masks
@@ -461,6 +462,24 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_begun(monkeypatch: pyte
     while (output := engine.step()) is None or not output.refused:
         pass
     assert "takes longer" in str(output.refused[0][1]), "what was not begun is begun when it is asked for again"
+
+
+def test_who_does_not_get_a_turn_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_module, "SECONDS", 1.0)
+    monkeypatch.setattr("nanoengine.structured.gate.TURN_SECONDS", 0.2)
+    engine = synthetic(0)
+    for key in range(5):
+        bomb = SamplingParams(structured=LONG[1], bad_words=(f"a{key}",))
+        engine.add(key, np.array([65], np.int32), bomb)
+    refused: dict[int, Any] = {}
+    while engine.has_work:
+        if (output := engine.step()) is not None:
+            refused |= dict(output.refused)
+    assert [type(refused[key]) for key in range(2)] == [InvalidRequestError] * 2
+    assert [type(refused[key]) for key in range(2, 5)] == [EngineOverloadedError] * 3
+    for error in refused.values():
+        again = Refused.of(1, error).error()
+        assert (type(again), str(again)) == (type(error), str(error))
 
 
 def test_a_trial_that_was_ended_by_another_is_begun_again(byte_level: Compiler) -> None:

@@ -5,10 +5,13 @@ A real engine with a tiny model answers over HTTP, on a thread of its own.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -66,9 +69,36 @@ def test_the_document_names_every_route_and_model(server: Server) -> None:
     document = httpx.get(f"{server.url}/openapi.json").json()
     paths = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
     assert {"post /v1/chat/completions", "post /v1/messages", "post /v1/responses", "get /v1/models"} <= paths
+    components = document["components"]["schemas"]
+    assert set(re.findall(r"#/components/schemas/(\w+)", json.dumps(document))) == components.keys()
     for methods in document["paths"].values():
         for operation in methods.values():
             assert {"200", "4XX", "5XX"} <= operation["responses"].keys()
+            assert operation["responses"]["200"]["content"]["application/json"]["schema"]["type"] == "object"
             if "requestBody" in operation:
                 body = operation["requestBody"]["content"]["application/json"]["schema"]
-                assert body["properties"]["model"]["enum"] == ["m"]
+                schema = components[body["$ref"].rsplit("/", 1)[-1]]
+                assert "m" in schema["properties"]["model"]["enum"]
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        *(("CompletionRequest", {"prompt": prompt}) for prompt in ("a", ["a", "b"], [1, 2], [[1], [2]])),
+        ("ChatRequest", {"messages": [{"role": "user", "content": "a"}], "stop": "a", "user": "u", "metadata": {}}),
+        ("ChatRequest", {"messages": [{"role": "user", "content": "a"}], "logit_bias": {"5": 1.5}, "stop": ["a"]}),
+        ("ChatRequest", {"messages": [{"role": "user"}], "stream": True, "stream_options": {"include_usage": True}}),
+        ("ResponsesRequest", {"input": "a", "stream_options": {"include_obfuscation": False}}),
+        ("ResponsesRequest", {"input": [{"role": "user", "content": "a"}]}),
+        ("MessagesRequest", {"max_tokens": 4, "system": "s", "messages": [{"role": "user", "content": "a"}]}),
+        ("Prompt", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
+        ("TokenizeRequest", {"prompt": "a", "model": None}),
+        ("DetokenizeRequest", {"tokens": [1]}),
+    ],
+)
+def test_what_clients_send_is_what_the_document_says(server: Server, name: str, body: dict[str, Any]) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    schema = {"$ref": f"#/components/schemas/{name}", "components": document["components"]}
+    jsonschema.validate({"model": "m"} | body, schema, cls=jsonschema.Draft202012Validator)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"model": "m", "max_token": 5} | body, schema, cls=jsonschema.Draft202012Validator)
