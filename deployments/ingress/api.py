@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,6 +62,12 @@ NO_GENERATION = (
     *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
 )
 """Routes of OpenAI's API, and vLLM's, for other kinds of models."""
+
+
+class _Naming(msgspec.Struct):
+    """Any body that may name a model."""
+
+    model: str | None = None
 
 
 class Api:
@@ -129,7 +135,7 @@ class Api:
         computation("/tokenize", TokenizeRequest, self._tokenize)
         computation("/detokenize", DetokenizeRequest, self._detokenize)
         for path in NO_GENERATION:
-            app.add_api_route(path, _no_generation, methods=["POST"], response_model=None, include_in_schema=False)
+            app.add_api_route(path, self._other_kind, methods=["POST"], response_model=None, include_in_schema=False)
         get("/v1/models", self.models)
         get("/v1/models/{name:path}", self.model)
         get("/health", self.health)
@@ -237,6 +243,19 @@ class Api:
         if unknown := next((i for i in request.tokens if not 0 <= i < size), None):
             raise bad_request(f"tokens must be from 0 to {size - 1}, and {unknown} is among them", "tokens")
         return {"prompt": await text.decode(request.tokens)}
+
+    async def _other_kind(self, request: Request) -> Response:
+        async def refuse(body: bytes) -> None:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # audio routes take forms
+                self._named(msgspec.json.decode(body, type=_Naming).model)
+            raise bad_request(
+                f"{request.url.path} is for another kind of model: those served here generate text, with "
+                "/v1/chat/completions and /v1/completions",
+                "model",
+                "unsupported_model",
+            )
+
+        return await self._reply(refuse, request)
 
     async def _reply(self, compute: Callable[[bytes], Awaitable[Any]], request: Request) -> Response:
         """Serve one request that needs no engine."""
@@ -435,16 +454,6 @@ async def _read(request: Request, limit: int) -> bytes:
             408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again", code="request_timeout"
         ) from None
     return b"".join(parts)
-
-
-async def _no_generation(request: Request) -> Response:
-    raise ApiError(
-        400,
-        f"{request.url.path} is for another kind of model: those served here generate text, with /v1/chat/completions "
-        "and /v1/completions",
-        param="model",
-        code="unsupported_model",
-    )
 
 
 def _json(value: Any) -> Response:
