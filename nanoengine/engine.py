@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanoengine.cache.blocks import BlockPool
+from nanoengine.cache.events import PrefixEvents, PrefixLog
 from nanoengine.config import EngineConfig
 from nanoengine.errors import InvalidRequestError
 from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
@@ -60,11 +61,17 @@ class Engine:
     """One model on one device. Not thread-safe: one loop calls ``add``, ``abort`` and ``step``."""
 
     def __init__(
-        self, config: EngineConfig, eos_token_ids: tuple[int, ...] = (), num_tokens: int | None = None
+        self,
+        config: EngineConfig,
+        eos_token_ids: tuple[int, ...] = (),
+        num_tokens: int | None = None,
+        *,
+        log_prefixes: bool = False,
     ) -> None:
         """Load the model. ``eos_token_ids``: those of its tokenizer, if there is one; the model's own are added.
 
         ``num_tokens`` is how many ids its tokenizer has: those beyond are padding, and never sampled.
+        ``log_prefixes``: somebody will take ``prefix_events`` after each step.
 
         Raises ``ModelLoadError`` if that fails, ``ValueError`` if the settings do not fit the model.
         """
@@ -72,7 +79,8 @@ class Engine:
         self.info: EngineInfo = built.info
         self._runner = built.runner
         self._memory_summary = built.memory_summary
-        self._pool = BlockPool(built.runner.num_blocks)
+        self._prefix_log = PrefixLog(config.block_size) if log_prefixes and config.enable_prefix_caching else None
+        self._pool = BlockPool(built.runner.num_blocks, self._prefix_log)
         limits = Limits(
             max_num_seqs=built.info.max_num_seqs,
             max_num_batched_tokens=built.info.max_num_batched_tokens,
@@ -215,6 +223,10 @@ class Engine:
             preemptions=counters.preemptions,
             finished=dict(self._finished),
         )
+
+    def prefix_events(self) -> PrefixEvents | None:
+        """What the prefix cache took and gave up since the last call; None if nothing, or if nothing is logged."""
+        return self._prefix_log.take() if self._prefix_log is not None else None
 
     def memory_summary(self) -> MemorySummary:
         """Where the device's memory went, and what has grown since the start. Waits for the device."""
