@@ -43,9 +43,7 @@ class PrefixLog:
         self.generation = 0  # of the cache: how often it was cleared
         self._block_size = block_size
         self._in_block: dict[int, list[int]] = {}  # hashes that end in each published block
-        self._held: Counter[int] = (
-            Counter()
-        )  # blocks that each hash ends in: two may, unless 64 is a multiple of a block
+        self._held: Counter[int] = Counter()  # blocks that a hash ends in: two may, unless 64 is a multiple of one
         self._stored: set[int] = set()
         self._removed: set[int] = set()
         self._cleared = False
