@@ -20,6 +20,7 @@ from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
 from nanoengine.runner.base import PendingStep
 from nanoengine.runner.build import build_runner
 from nanoengine.sampling.params import SamplingParams
+from nanoengine.scheduling.pace import StepTimes
 from nanoengine.scheduling.policies import POLICIES
 from nanoengine.scheduling.scheduler import Finished, Limits, Retired, Scheduler
 from nanoengine.scheduling.step import IntArray, KeyArray, Step
@@ -97,6 +98,8 @@ class Engine:
             limits, self._pool, policy, model=config.model, eos_token_ids=built.info.eos_token_ids
         )
         self._in_flight: deque[tuple[Step, PendingStep]] = deque()
+        self._times = StepTimes()
+        self._busy_since = 0.0  # when the oldest step in flight could begin
         tokens, eos = built.info.num_tokens, built.info.eos_token_ids
         self._compile = Compiler(lambda: load_tokenizer(resolve_model(config.model, config.revision)), tokens, eos)
         self._compiling: dict[int, _Compiling] = {}
@@ -141,6 +144,8 @@ class Engine:
         refused = self._add_compiled() if self._compiling else []
         step = self._scheduler.plan()
         if step is not None:
+            if not self._in_flight:
+                self._busy_since = time.perf_counter()
             self._in_flight.append((step, self._runner.launch(step)))
             if len(self._in_flight) == 1:
                 self._constrain()
@@ -154,6 +159,9 @@ class Engine:
 
         oldest, pending = self._in_flight.popleft()
         result = pending.result()
+        begin, self._busy_since = self._busy_since, time.perf_counter()
+        prefill = oldest.num_tokens - oldest.num_decodes
+        self._times.add(prefill, oldest.num_decodes, self._busy_since - begin)
         retired = self._scheduler.retire(oldest, result.tokens)
         finished = retired.finished
         if len(oldest.constrained):
@@ -214,6 +222,10 @@ class Engine:
             prefill_tokens=scheduler.prefill_tokens,
             blocks_total=self._pool.num_blocks,
             blocks_used=self._pool.used,
+            blocks_filled=self._pool.filled,
+            step_base=self._times.base,
+            step_prefill=self._times.prefill,
+            step_decode=self._times.decode,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,

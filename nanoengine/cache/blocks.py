@@ -37,6 +37,11 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     @property
+    def filled(self) -> int:
+        """Blocks that are not blank: what is written beyond the blank ones evicts something."""
+        return self.num_blocks - len(self._blank)
+
+    @property
     def used(self) -> int:
         return self.num_blocks - self.available
 

@@ -103,25 +103,44 @@ class PrefixLog:
 
 
 class HeldPrefixes:
-    """All that an engine holds, from its events."""
+    """All that an engine holds, from its events; and those again, fewer and larger, for who listens from afar."""
 
     def __init__(self) -> None:
-        self.seq = 0  # of the last events applied
+        self.seq = 0  # of the last ``changes``
         self._held: set[int] = set()
+        self._stored: set[int] = set()
+        self._removed: set[int] = set()
+        self._cleared = False
 
     def __len__(self) -> int:
         return len(self._held)
 
     def apply(self, events: PrefixEvents) -> None:
-        """The next events, in order."""
+        """The engine's next events, in order."""
         if events.cleared:
-            self._held.clear()
-        self._held.update(events.stored_hashes().tolist())
-        self._held.difference_update(events.removed_hashes().tolist())
-        self.seq = events.seq
+            self._cleared = True
+            for group in (self._held, self._stored, self._removed):
+                group.clear()
+        stored, removed = set(events.stored_hashes().tolist()), set(events.removed_hashes().tolist())
+        self._held |= stored
+        self._held -= removed
+        self._stored |= stored - self._removed
+        self._removed -= stored
+        self._removed |= removed - self._stored
+        self._stored -= removed
+
+    def changes(self) -> PrefixEvents | None:
+        """All that was applied since the last call, as one; None if nothing is left of it."""
+        if not (self._stored or self._removed or self._cleared):
+            return None
+        self.seq += 1
+        events = PrefixEvents(self.seq, self._cleared, _bytes(self._stored), _bytes(self._removed))
+        self._stored, self._removed, self._cleared = set(), set(), False
+        return events
 
     def snapshot(self) -> PrefixEvents:
-        """Events that bring any listener, whatever it knew, to what is held after those with the number ``seq``."""
+        """Events that bring any listener, whatever it knew, to what is held now. ``changes`` go on from there: they may
+        tell again what the snapshot told."""
         return PrefixEvents(self.seq, True, _bytes(self._held), b"")
 
 

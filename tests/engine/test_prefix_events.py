@@ -195,10 +195,29 @@ def test_a_snapshot_makes_up_for_any_gap() -> None:
             run.step()
     for batch in run.batches[::3]:  # what it knows is wrong: it got one in three
         late.apply(batch)
-    assert late.snapshot() != run.held.snapshot()
+    assert set(late.snapshot().stored_hashes().tolist()) != run.real()
     late.apply(run.held.snapshot())
     assert set(late.snapshot().stored_hashes().tolist()) == run.real()
-    assert late.seq == run.held.seq
+
+
+def test_changes_are_the_events_put_together() -> None:
+    run = Run(16, 40)
+    listener = HeldPrefixes()
+    for key in range(12):
+        run.add(key, np.random.default_rng(key).integers(0, VOCAB, 200).tolist(), 20)
+        while run.scheduler.has_work:
+            run.step()
+        if key % 3 == 2:
+            if key == 5:
+                run.pool.clear()
+                run.take()
+            changes = run.held.changes()
+            assert changes is not None
+            assert changes.cleared == (key == 5)
+            listener.apply(changes)
+            assert set(listener.snapshot().stored_hashes().tolist()) == run.real()
+    assert run.held.seq == 4 < len(run.batches)
+    assert run.held.changes() is None
 
 
 def test_engine_tells_only_who_asked() -> None:
