@@ -86,7 +86,6 @@ class PrefixIndex:
         self._hash = np.zeros(buckets * PLACES, np.uint64)  # 0: the place is empty
         self._holder = np.zeros(buckets * PLACES, np.uint32)
         self._count = 0
-        self._offsets = np.arange(PLACES, dtype=np.intp)
 
     @property
     def nbytes(self) -> int:
@@ -98,32 +97,36 @@ class PrefixIndex:
 
     # -- places --------------------------------------------------------------------------------------------------
 
-    def _candidates(self, hashes: HashArray) -> Places:
-        """The 16 places where each hash may lie, [n, 16]."""
-        both = np.empty((2, len(hashes)), np.intp)
-        both[0] = (hashes >> self._shift) & self._mask
-        both[1] = ((hashes * _SECOND) >> self._shift) & self._mask
-        return (both.T[:, :, None] * PLACES + self._offsets).reshape(len(hashes), 2 * PLACES)
+    def _two_buckets(self, hashes: HashArray) -> Places:
+        """The buckets where each hash may lie, [n, 2]."""
+        buckets = np.empty((len(hashes), 2), np.intp)
+        buckets[:, 0] = (hashes >> self._shift) & self._mask
+        buckets[:, 1] = ((hashes * _SECOND) >> self._shift) & self._mask
+        return buckets
+
+    def _contents(self, buckets: Places) -> HashArray:
+        """What lies in each hash's two buckets, uint64 [n, 16]."""
+        return self._hash.reshape(-1, PLACES).take(buckets, axis=0).reshape(len(buckets), 2 * PLACES)
 
     def _find(self, hashes: HashArray) -> tuple[npt.NDArray[np.bool_], Places]:
         """Whether each hash is there, and where: bool [n], intp [n]."""
-        places = self._candidates(hashes)
-        equal = self._hash[places] == hashes[:, None]
+        buckets = self._two_buckets(hashes)
+        equal = self._contents(buckets) == hashes[:, None]
         which = equal.argmax(axis=1)
         rows = np.arange(len(hashes))
-        return equal[rows, which], places[rows, which]
+        return equal[rows, which], buckets[rows, which // PLACES] * PLACES + which % PLACES
 
     def _insert(self, hashes: HashArray, holders: npt.NDArray[np.uint32]) -> int:
         """Put distinct hashes that are not there into empty places; returns how many found one."""
         done = 0
         while len(hashes):
-            places = self._candidates(hashes)
-            empty = self._hash[places] == 0
+            buckets = self._two_buckets(hashes)
+            empty = self._contents(buckets) == 0
             room = empty.reshape(-1, 2, PLACES).sum(axis=2)
             full = room.max(axis=1) == 0
             if full.any():
                 for i in np.flatnonzero(full).tolist():
-                    if (place := self._make_room(places[i])) is None:
+                    if (place := self._make_room(buckets[i])) is None:
                         self.left_out += 1
                     else:
                         self._hash[place], self._holder[place] = hashes[i], holders[i]
@@ -131,24 +134,25 @@ class PrefixIndex:
                 hashes, holders = hashes[~full], holders[~full]
                 continue
             # The emptier bucket's first empty place. Of several hashes that want the same place one gets it.
-            empty[:, :PLACES] &= (room[:, 0] >= room[:, 1])[:, None]
-            wanted = places[np.arange(len(hashes)), empty.argmax(axis=1)]
-            taken, first = np.unique(wanted, return_index=True)
-            self._hash[taken], self._holder[taken] = hashes[first], holders[first]
-            done += len(first)
-            rest = np.ones(len(hashes), np.bool_)
-            rest[first] = False
-            hashes, holders = hashes[rest], holders[rest]
+            rows, second = np.arange(len(hashes)), (room[:, 1] > room[:, 0]).astype(np.intp)
+            first_empty = empty.reshape(-1, 2, PLACES)[rows, second].argmax(axis=1)
+            wanted = buckets[rows, second] * PLACES + first_empty
+            self._hash[wanted] = hashes
+            won = self._hash[wanted] == hashes
+            self._holder[wanted[won]] = holders[won]
+            done += int(won.sum())
+            hashes, holders = hashes[~won], holders[~won]
         self._count += done
         return done
 
-    def _make_room(self, places: Places) -> int | None:
-        """Move what lies in one of these places to where else it may lie; returns the place that is empty now."""
-        others = self._candidates(self._hash[places])
-        which, where = np.nonzero(self._hash[others] == 0)
+    def _make_room(self, buckets: Places) -> int | None:
+        """Move what lies in these two full buckets to where else it may lie; returns the place that is empty now."""
+        places = (buckets[:, None] * PLACES + np.arange(PLACES)).ravel()
+        others = self._two_buckets(self._hash[places])
+        which, where = np.nonzero(self._contents(others) == 0)
         if not len(which):
             return None
-        place, other = places[which[0]], others[which[0], where[0]]
+        place, other = places[which[0]], others[which[0], where[0] // PLACES] * PLACES + where[0] % PLACES
         self._hash[other], self._holder[other] = self._hash[place], self._holder[place]
         self._hash[place] = 0
         return int(place)

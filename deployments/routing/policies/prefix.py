@@ -65,7 +65,8 @@ class Prefix(RoutingPolicy):
         seconds = (work + rho * c.fullness * uncached) / c.rate * (1.0 + c.slowdown * c.active)
         costs = seconds + self._decode_weight * c.harm * c.active
         costs += self._kv_weight * np.maximum(0.0, c.kv_usage - KV_LIMIT)
-        if len(c) > 1:
-            over = (work > self._max_skew * work.mean()) & (work > work.min() + SKEW_S * c.rate)
-            costs = np.where(over, np.inf, costs)  # never all of them: the least work is never over
+        bound = self._max_skew * work.mean()
+        if work.max() > bound:
+            over = (work > bound) & (work > work.min() + SKEW_S * c.rate)
+            costs[over] = np.inf  # never all of them: the least work is never over
         return pick_least(costs, self._rng, max(TIE_S, 0.02 * float(costs.min())))
