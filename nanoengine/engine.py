@@ -5,6 +5,7 @@ Read this file first: ``step`` is the whole engine in a dozen lines.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
