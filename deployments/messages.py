@@ -28,6 +28,7 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     avoid: tuple[str, ...] = ()  # replicas (unique ids) that failed this call before
+    expected_cached: int | None = None  # prompt tokens that the router takes the replica to have cached
 
     @property
     def key(self) -> str:

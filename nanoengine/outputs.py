@@ -72,6 +72,10 @@ class Load:
     prefill_tokens: int = 0  # tokens of running requests still to be prefilled
     blocks_total: int = 0
     blocks_used: int = 0  # referenced by a request; the rest is free or cached
+    blocks_filled: int = 0  # used or cached
+    step_base: float = 0.0  # seconds of a step, as fitted to the last ones, whatever it computes; 0: not known yet
+    step_prefill: float = 0.0  # ... for each prompt token
+    step_decode: float = 0.0  # ... for each sequence that decodes
     steps: int = 0
     prompt_tokens: int = 0  # counters from here on
     generated_tokens: int = 0

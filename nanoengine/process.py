@@ -49,7 +49,8 @@ def main(fd: int) -> int:
     try:
         try:
             start = decoder(Start).decode(first)
-            engine = Engine(EngineConfig.model_validate_json(start.config), start.eos_token_ids, start.num_tokens)
+            config = EngineConfig.model_validate_json(start.config)
+            engine = Engine(config, start.eos_token_ids, start.num_tokens, log_prefixes=start.log_prefixes)
         except (ModelLoadError, ValueError) as error:
             sock.sendall(frame(Failed(str(error), load_error=True)))
             return 1
@@ -115,12 +116,11 @@ def _handle(engine: Engine, sock: socket.socket, message: ToEngine) -> None:
 
 
 def _update(engine: Engine, output: StepOutput | None) -> Update:
-    load = engine.load()
+    load, prefixes = engine.load(), engine.prefix_events()
     if output is None:
-        return Update(b"", b"", [], [], {}, load)
-    return Update(
-        output.keys.tobytes(), output.tokens.tobytes(), output.finished, output.started, output.logprobs, load
-    )
+        return Update(b"", b"", [], [], {}, load, prefixes)
+    keys, tokens = output.keys.tobytes(), output.tokens.tobytes()
+    return Update(keys, tokens, output.finished, output.started, output.logprobs, load, prefixes)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from nanoengine.cache.events import PrefixEvents
 from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.scheduler import Finished
@@ -23,6 +24,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     config: str  # EngineConfig as JSON
     eos_token_ids: tuple[int, ...]  # of the tokenizer
     num_tokens: int  # that it has
+    log_prefixes: bool = False  # whether updates are to carry prefix events
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -85,6 +87,7 @@ class Update(msgspec.Struct, tag=True, array_like=True):
     started: list[tuple[int, int]]  # (key, prompt tokens found in the prefix cache)
     logprobs: dict[int, TokenLogprob]  # by index into keys
     load: Load
+    prefixes: PrefixEvents | None = None
 
 
 ToEngine = Start | Add | Abort | Inspect

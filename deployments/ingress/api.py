@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.config import IngressConfig
-from deployments.ingress import messages, protocol, responses
+from deployments.ingress import beam, messages, protocol, responses
 from deployments.ingress.chat import ChatPartsFormat
 from deployments.ingress.errors import (
     ApiError,
@@ -337,6 +337,11 @@ class Api:
 
     async def _chunks(self, job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
         """The chunks of all choices, as they come, each with its choice's index. Closing it aborts all of them."""
+        if job.length_penalty is not None:
+            async with aclosing(beam.chunks(job)) as chosen:
+                async for choice in chosen:
+                    yield choice
+            return
         streams = [
             job.model.engines.generate(
                 prompt, _seeded(job.params, i), clip=job.clip, priority=job.priority, cache_salt=job.cache_salt

@@ -23,6 +23,14 @@ from nanoengine.sampling.params import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
+MAX_BEAMS = 10  # an engine gives 20 likeliest tokens, and each beam needs twice as many as there are beams
+NOT_WITH_BEAMS = (
+    *("stream", "logprobs", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "presence_penalty"),
+    *("frequency_penalty", "repetition_penalty", "response_format", "tools", "structured_outputs", "allowed_token_ids"),
+    *("bad_words", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+"""What draws tokens (temperature, top_p, seed and the like) has no effect either, but clients always send that."""
+
 
 class Engines(Protocol):
     """What the API needs of the engines; ``EngineClient`` in production."""
@@ -54,7 +62,10 @@ class Text(Protocol):
 
     async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]: ...
 
-    async def decode(self, ids: Sequence[int]) -> str: ...
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -94,6 +105,7 @@ class Job:
     cache_salt: str
     stream: bool
     format: Format
+    length_penalty: float | None = None  # of beam search with ``n`` beams; None: the choices are sampled
     names: Mapping[str, str] = field(default_factory=dict)  # of fields, where a client knows them by other names
 
 
@@ -178,7 +190,9 @@ class ServedModel:
             raise bad_request(
                 f"{prompts} prompts times n = {n} is more than {most}, the most choices of a request", "n"
             )
-        if n > 1 and request.temperature == 0:
+        if request.use_beam_search:
+            _check_beams(request)
+        elif n > 1 and request.temperature == 0:
             raise bad_request("n must be 1 at temperature 0: all choices would be the same", "n")
         if request.priority and not self._by_priority:  # silence would promise what is not kept
             raise bad_request(
@@ -207,5 +221,21 @@ class ServedModel:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             stream=bool(request.stream),
+            length_penalty=_length_penalty(request),
             format=format(id + uuid.uuid4().hex, int(time.time()), request.model, request.include_usage, pieces),
         )
+
+
+def _length_penalty(request: protocol.Request) -> float | None:
+    if not request.use_beam_search:
+        return None
+    return 1.0 if request.length_penalty is None else request.length_penalty
+
+
+def _check_beams(request: protocol.Request) -> None:
+    """Raises ``ApiError`` for what beam search, which knows log-probabilities alone, would ignore."""
+    if (n := request.n or 1) > MAX_BEAMS:
+        raise bad_request(f"n = {n} is more than {MAX_BEAMS}, the most beams of a search", "n")
+    for name in NOT_WITH_BEAMS:
+        if getattr(request, name, None) not in (None, False, [], {}, 0):
+            raise bad_request(f"{name} cannot be combined with use_beam_search", name)

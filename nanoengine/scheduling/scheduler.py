@@ -15,6 +15,7 @@ import numpy as np
 
 from nanoengine.cache.blocks import BlockPool
 from nanoengine.cache.prefix import block_keys, root_key
+from nanoengine.cache.prefix_hash import PrefixChain, prefix_root
 from nanoengine.errors import InvalidRequestError
 from nanoengine.outputs import FinishReason
 from nanoengine.request import check_request
@@ -133,6 +134,7 @@ class Scheduler:
             limit=prompt_len + (room if params.max_tokens is None else params.max_tokens),
             stop_ids=stop_ids,
             root=root_key(self._model, salt=cache_salt),
+            salt=cache_salt,
             arrival=self._arrivals,
             priority=priority,
         )
@@ -298,6 +300,9 @@ class Scheduler:
             pool.acquire(hits)
             seq.blocks = hits + pool.allocate(need)
             seq.published = len(hits)
+            if pool.log is not None:
+                seq.chain = PrefixChain(prefix_root(self._model, salt=seq.salt))
+                seq.generation = pool.log.generation
             if self.limits.prefix_caching:
                 self._extend_block_keys(seq, seq.tokens, length)
                 for key in seq.block_keys[len(hits) :]:
@@ -412,6 +417,9 @@ class Scheduler:
                 self._replaced.append((self._planned, block))
             if self._computing.get(key) is seq:
                 del self._computing[key]
+        log = self._pool.log
+        if log is not None and seq.chain is not None and seq.generation == log.generation:
+            log.published(seq.blocks, seq.published, full, slots.token_ids[slot], seq.chain)
         seq.published = full
         slots.publish_at[slot] = (full + 1) * block_size
 
