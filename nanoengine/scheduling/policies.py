@@ -37,8 +37,8 @@ class Policy(Protocol):
 class Fcfs:
     """First come, first served; the last one in gives way.
 
-    The default: nobody starves and it is what a user expects. Its cost is that a long prompt delays those behind it, but
-    for the short ones that the scheduler lets past.
+    The default: nobody starves and it is what a user expects. Its cost is that a long prompt delays those behind it,
+    but for the short ones that the scheduler lets past.
     """
 
     def __init__(self) -> None:

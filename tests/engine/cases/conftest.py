@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,5 +23,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def reference(folder: Path) -> Iterator[Reference]:
-    yield Reference(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+def reference(folder: Path) -> Reference:
+    return Reference(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))

@@ -23,7 +23,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def test_what_the_pool_cannot_hold(folder: Path, reference: Reference) -> None:
-    """Case C14: a context beyond the pool is refused at the start, or is the pool's; nobody waits behind it for ever."""
+    """Case C14: a context beyond the pool is refused at the start, or is the pool's; nobody waits for ever."""
     with pytest.raises(ValueError, match=r"max_model_len \(256\) exceeds what the KV pool holds \(96 tokens\)"):
         Run(folder, block_size=8, num_blocks=12, max_model_len=256)
     run = Run(folder, block_size=8, num_blocks=12)
