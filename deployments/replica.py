@@ -19,13 +19,13 @@ import ray.util
 from ray import serve
 
 from deployments.channel import ChannelServer
-from deployments.messages import Chunk, GenerateCall, Refusal, TokenInfo, encode
+from deployments.messages import Chunk, GenerateCall, Refusal, encode
 from deployments.metrics import EngineMetrics
 from deployments.pacing import Pacer
 from nanoengine.async_engine import AsyncEngine
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
-from nanoengine.outputs import Delta, Load
+from nanoengine.outputs import Load
 
 logger = logging.getLogger("ray.serve")
 
@@ -64,14 +64,14 @@ class EngineReplica:
         try:
             async for delta in deltas:
                 if lane is None:
-                    yield encode(_chunk(delta))
+                    yield encode(Chunk.of(delta, call.token_ids))
                     if delta.finish_reason is None and self._pacer.pause:
                         await asyncio.sleep(self._pacer.pause)
                 elif lane.closed:
                     yield encode(Refusal("dead", "the connection to the ingress was lost", self._replica))
                     return
                 else:
-                    lane.push(call.number, _chunk(delta))
+                    lane.push(call.number, Chunk.of(delta, call.token_ids))
         except InvalidRequestError as error:
             yield encode(Refusal("invalid", error.message, self._replica, param=error.param, code=error.code))
         except EngineOverloadedError as error:
@@ -152,18 +152,3 @@ class EngineReplica:
             await channels.stop()
         if (engine := getattr(self, "_engine", None)) is not None:
             await engine.stop()
-
-
-def _chunk(delta: Delta) -> Chunk:
-    logprobs = None
-    if delta.logprobs is not None:
-        logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
-    return Chunk(
-        delta.text,
-        delta.finish_reason,
-        delta.stop_reason,
-        delta.prompt_tokens,
-        delta.cached_tokens,
-        delta.completion_tokens,
-        logprobs,
-    )

@@ -119,7 +119,13 @@ def _update(engine: Engine, output: StepOutput | None) -> Update:
     if output is None:
         return Update(b"", b"", [], [], {}, load)
     return Update(
-        output.keys.tobytes(), output.tokens.tobytes(), output.finished, output.started, output.logprobs, load
+        output.keys.tobytes(),
+        output.tokens.tobytes(),
+        output.finished,
+        output.started,
+        output.logprobs,
+        load,
+        output.scores,
     )
 
 

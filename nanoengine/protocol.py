@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
+from nanoengine.outputs import EngineInfo, Load, MemorySummary, PromptScores, TokenLogprob
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.scheduler import Finished
 
@@ -85,6 +85,7 @@ class Update(msgspec.Struct, tag=True, array_like=True):
     started: list[tuple[int, int]]  # (key, prompt tokens found in the prefix cache)
     logprobs: dict[int, TokenLogprob]  # by index into keys
     load: Load
+    scores: list[tuple[int, PromptScores]] = []
 
 
 ToEngine = Start | Add | Abort | Inspect

@@ -46,8 +46,9 @@ from deployments.ingress.streaming import (
     ChatFormat,
     Choice,
     CompletionFormat,
+    Extras,
     Format,
-    Pieces,
+    Prompt,
     usage_of,
 )
 from deployments.ingress.tokens import DetokenizeRequest, TokenizeRequest, spelled
@@ -89,6 +90,7 @@ class Engines(Protocol):
         clip: bool,
         priority: int,
         cache_salt: str,
+        token_ids: bool,
     ) -> AsyncGenerator[Chunk]: ...
 
 
@@ -122,8 +124,8 @@ class Metrics(Protocol):
     def rejected(self, reason: str) -> None: ...
 
 
-NewFormat = Callable[[str, int, str, bool, Pieces | None], Format]
-"""Makes a format of: id, time of creation, model, include_usage, and a tokenizer if there are logprobs."""
+NewFormat = Callable[[str, int, str, Extras], Format]
+"""Makes a format of: id, time of creation, model, and what the answer has beside text."""
 
 
 @dataclass(slots=True)
@@ -132,11 +134,13 @@ class Job:
 
     prompts: list[npt.NDArray[np.int32]]
     n: int  # choices of each prompt
+    best_of: int  # sequences of each prompt, of which the n likeliest become choices
     params: SamplingParams
     clip: bool
     priority: int
     cache_salt: str
     stream: bool
+    token_ids: bool
     format: Format
     names: Mapping[str, str] = field(default_factory=dict)  # of fields, where a client knows them by other names
 
@@ -280,15 +284,17 @@ class Api:
         params = request.sampling(
             max_tokens=limit if limit is not None else self._args.ingress.default_max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
         )
         dialect, tools = self._text.dialect, self._tools(request)
-        prompt = await self._prompt(request, tools)
+        prompt = self._truncated(await self._prompt(request, tools), request, params)
         opened = dialect.opened([self._text.token_bytes(int(i)) for i in prompt[-TAIL:]])
         reading = Reading(tools, opened, include_reasoning=request.include_reasoning is not False)
         if not reading.plain:
             structured = constraint(params.structured, tools, dialect, opened)
             params = replace(params, structured=structured, visible_special_tokens=dialect.visible)
-        return self._job(request, [prompt], params, clip=limit is None, format=format(reading), id=id)
+        extras = self._extras(request, [Prompt(prompt)], params)
+        return self._job(request, extras, params, clip=limit is None, format=format(reading), id=id)
 
     def _tools(self, request: protocol.ChatRequest) -> ToolUse | None:
         return ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls, self._text.dialect)
@@ -298,6 +304,14 @@ class Api:
         options: dict[str, Any] = dict(request.chat_template_kwargs or {})
         if request.add_generation_prompt is not None:
             options["add_generation_prompt"] = request.add_generation_prompt
+        if request.continue_final_message:
+            if request.add_generation_prompt:
+                raise bad_request(
+                    "continue_final_message continues the last message, and add_generation_prompt begins another one: "
+                    "set one of them",
+                    "continue_final_message",
+                )
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
         if tools is not None:
             options["tools"] = tools.for_template
         return await self._text.chat([message.for_template() for message in request.messages], options)
@@ -305,51 +319,98 @@ class Api:
     async def _completion(self, body: bytes) -> Job:
         request = protocol.parse(protocol.CompletionRequest, body)
         self._check(request, prompts=len(request.prompt))
-        limit = request.max_tokens
+        limit, logprobs = request.max_tokens, request.logprobs
+        echoed = [k for k in (logprobs, 0 if limit == 0 else None) if k is not None] if request.echo else []
+        scored = [k for k in (request.prompt_logprobs, *echoed) if k is not None]
         params = request.sampling(
-            max_tokens=limit if limit is not None else COMPLETION_MAX_TOKENS, logprobs=request.logprobs
+            max_tokens=limit if limit is not None else COMPLETION_MAX_TOKENS,
+            logprobs=0 if logprobs is None and request.sequences > (request.n or 1) else logprobs,
+            prompt_logprobs=max(scored, default=None),
         )
         special = request.add_special_tokens is not False
-        prompts = [
-            await self._text.encode(prompt, special) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
-            for prompt in request.prompt
-        ]
-        return self._job(request, prompts, params, clip=limit is None, format=CompletionFormat, id="cmpl-")
+        prompts = []
+        for prompt in request.prompt:
+            text = prompt if isinstance(prompt, str) else None
+            ids = np.asarray(prompt, np.int32) if text is None else await self._text.encode(text, special)
+            kept = self._truncated(ids, request, params)
+            prompts.append(Prompt(kept, text if len(kept) == len(ids) else None))
+        extras = replace(self._extras(request, prompts, params), logprobs=logprobs, echo=bool(request.echo))
+        return self._job(request, extras, params, clip=limit is None, format=CompletionFormat, id="cmpl-")
+
+    def _truncated(
+        self, ids: npt.NDArray[np.int32], request: protocol.Request, params: SamplingParams
+    ) -> npt.NDArray[np.int32]:
+        """The end of a prompt, where the request wants no more; -1 is what the context leaves beside the answer."""
+        most = request.truncate_prompt_tokens
+        if most is None:
+            return ids
+        if most == 0:
+            raise bad_request("truncate_prompt_tokens must be at least 1, or -1", "truncate_prompt_tokens")
+        if most == -1:
+            context = self._engines.max_model_len
+            most = len(ids) if context is None else max(1, context - (params.max_tokens or 1))
+        return ids[-most:]
 
     def _check(self, request: protocol.Request, prompts: int = 1) -> None:
         self._check_model(request.model)
         if request.stream_options is not None and not request.stream:
             raise bad_request("stream_options needs stream to be true", "stream_options")
-        n, most = request.n or 1, self._args.ingress.max_choices
-        if prompts * n > most:
-            raise bad_request(
-                f"{prompts} prompts times n = {n} is more than {most}, the most choices of a request", "n"
-            )
-        if n > 1 and request.temperature == 0:
-            raise bad_request("n must be 1 at temperature 0: all choices would be the same", "n")
+        if request.stream and request.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs are not streamed: leave stream out", "prompt_logprobs")
+        self._check_choices(request, prompts)
         if request.priority:  # no scheduling policy reads it yet; silence would promise what is not kept
             raise bad_request("priority is not served: requests are taken first come, first served", "priority")
+
+    def _check_choices(self, request: protocol.Request, prompts: int) -> None:
+        n, sequences, most = request.n or 1, request.sequences, self._args.ingress.max_choices
+        name = "n" if sequences == n else "best_of"
+        if sequences < n:
+            raise bad_request(f"best_of must be at least n ({n}): the choices are taken from so many", "best_of")
+        if sequences > n and request.stream:
+            raise bad_request("best_of cannot be streamed: which is best is known when all are complete", "best_of")
+        if prompts * sequences > most:
+            raise bad_request(
+                f"{prompts} prompts times {name} = {sequences} is more than {most}, the most choices of a request", name
+            )
+        if sequences > 1 and request.temperature == 0:
+            raise bad_request(f"{name} must be 1 at temperature 0: all choices would be the same", name)
+        if sequences > 1 and request.max_tokens == 0:
+            raise bad_request(f"{name} must be 1 with max_tokens 0: all choices would be the same", name)
+
+    def _extras(self, request: protocol.Request, prompts: Sequence[Prompt], params: SamplingParams) -> Extras:
+        options = request.stream_options or protocol.StreamOptions()
+        return Extras(
+            self._text,
+            prompts,
+            n=request.n or 1,
+            usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+            logprobs=params.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            token_ids=bool(request.return_token_ids),
+        )
 
     def _job(
         self,
         request: protocol.Request,
-        prompts: list[npt.NDArray[np.int32]],
+        extras: Extras,
         params: SamplingParams,
         *,
         clip: bool,
         format: NewFormat,
         id: str,
     ) -> Job:
-        pieces = self._text if params.logprobs is not None else None
         return Job(
-            prompts=prompts,
+            prompts=[prompt.ids for prompt in extras.prompts],
             n=request.n or 1,
+            best_of=request.sequences,
             params=params,
             clip=clip,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             stream=bool(request.stream),
-            format=format(id + uuid.uuid4().hex, int(time.time()), request.model, request.include_usage, pieces),
+            token_ids=extras.token_ids,
+            format=format(id + uuid.uuid4().hex, int(time.time()), request.model, extras),
         )
 
     # Bodies that ask for no generation.
@@ -416,7 +477,7 @@ class Api:
             with self._admission.slot():
                 body = await _read(request, self._args.ingress.max_body_bytes)
                 job = await prepare(body)
-                choices = [Choice() for _ in range(len(job.prompts) * job.n)]
+                choices = [Choice() for _ in range(len(job.prompts) * job.best_of)]
                 watch = _Stopwatch(self._metrics, start, len(choices))
                 names = job.names
                 async with aclosing(self._chunks(job)) as chunks:
@@ -431,9 +492,12 @@ class Api:
                         if events := job.format.event(index, chunk):
                             await send(_body(events))
                 reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
-                usage = usage_of(choices, job.n)
+                usage = usage_of(choices, job.best_of)
                 if not job.stream:
-                    await respond(Response(job.format.whole(choices, usage), media_type="application/json"))
+                    # Aside: a long prompt's log-probabilities would hold up everybody's streams.
+                    whole = partial(job.format.whole, _chosen(job, choices), usage)
+                    answer = whole() if job.params.prompt_logprobs is None else await asyncio.to_thread(whole)
+                    await respond(Response(answer, media_type="application/json"))
                     return
                 await send(_body(job.format.end(usage), more=False))
         except ClientDisconnect:
@@ -466,10 +530,15 @@ class Api:
         """The chunks of all choices, as they come, each with its choice's index. Closing it aborts all of them."""
         streams = [
             self._engines.generate(
-                prompt, _seeded(job.params, i), clip=job.clip, priority=job.priority, cache_salt=job.cache_salt
+                prompt,
+                _params(job, i),
+                clip=job.clip,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                token_ids=job.token_ids,
             )
             for prompt in job.prompts
-            for i in range(job.n)
+            for i in range(job.best_of)
         ]
         if len(streams) == 1:
             async with aclosing(streams[0]) as stream:
@@ -537,11 +606,29 @@ class _Stopwatch:
         self._tokens[index] = tokens
 
 
-def _seeded(params: SamplingParams, choice: int) -> SamplingParams:
-    """Each of n choices has a seed of its own, or a seeded request would return n equal texts."""
-    if choice == 0 or params.seed is None:
+def _params(job: Job, sequence: int) -> SamplingParams:
+    """Each sequence of a prompt has a seed of its own, or a seeded request would return equal texts.
+
+    One scores the prompt for all of them, but in a stream, where none waits for another.
+    """
+    params = job.params
+    if sequence == 0:
         return params
-    return replace(params, seed=(params.seed + choice) % 2**63)
+    seed = params.seed if params.seed is None else (params.seed + sequence) % 2**63
+    return replace(params, seed=seed, prompt_logprobs=params.prompt_logprobs if job.stream else None)
+
+
+def _chosen(job: Job, sequences: list[Choice]) -> list[Choice]:
+    """The choices of a whole answer: of each prompt's sequences the n likeliest, best first, where there are more."""
+    choices: list[Choice] = []
+    for begin in range(0, len(sequences), job.best_of):
+        some = sequences[begin : begin + job.best_of]
+        for choice in some[1:]:
+            choice.prompt_scores = some[0].prompt_scores
+        if job.best_of > job.n:
+            some = sorted(some, key=lambda choice: choice.mean_logprob, reverse=True)
+        choices += some[: job.n]
+    return choices
 
 
 async def _read(request: Request, limit: int) -> bytes:
