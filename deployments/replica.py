@@ -21,7 +21,7 @@ import ray.util
 from ray import serve
 
 from deployments.channel import ChannelServer
-from deployments.messages import Chunk, GenerateCall, Refusal, TokenInfo, encode
+from deployments.messages import Chunk, GenerateCall, Refusal, encode
 from deployments.metrics import EngineMetrics
 from deployments.pacing import Pacer
 from deployments.routing.accuracy import Accuracy
@@ -94,14 +94,14 @@ class EngineReplica:
                 if delta.finish_reason is not None:
                     self._output_tokens += 0.05 * (delta.completion_tokens - self._output_tokens)
                 if lane is None:
-                    yield encode(_chunk(delta))
+                    yield encode(Chunk.of(delta, call.token_ids))
                     if delta.finish_reason is None and self._pacer.pause:
                         await asyncio.sleep(self._pacer.pause)
                 elif lane.closed:
                     yield encode(Refusal("dead", "the connection to the ingress was lost", self._replica))
                     return
                 else:
-                    lane.push(call.number, _chunk(delta))
+                    lane.push(call.number, Chunk.of(delta, call.token_ids))
         except InvalidRequestError as error:
             yield encode(Refusal("invalid", error.message, self._replica, param=error.param, code=error.code))
         except EngineOverloadedError as error:
@@ -222,18 +222,3 @@ class EngineReplica:
             await channels.stop()
         if (engine := getattr(self, "_engine", None)) is not None:
             await engine.stop()
-
-
-def _chunk(delta: Delta) -> Chunk:
-    logprobs = None
-    if delta.logprobs is not None:
-        logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
-    return Chunk(
-        delta.text,
-        delta.finish_reason,
-        delta.stop_reason,
-        delta.prompt_tokens,
-        delta.cached_tokens,
-        delta.completion_tokens,
-        logprobs,
-    )

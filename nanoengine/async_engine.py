@@ -273,6 +273,9 @@ class AsyncEngine:
         for key, cached in update.started:
             if (stream := streams.get(key)) is not None:
                 stream.answer.cached_tokens = cached
+        for key, scores in update.scores:
+            if (stream := streams.get(key)) is not None:
+                stream.made.scores.append(scores)  # they go with the first token, which is not there before them
         keys = np.frombuffer(update.keys, np.int64).tolist()
         for key, token in zip(keys, np.frombuffer(update.tokens, np.int32).tolist(), strict=True):
             # A stream that was left is not here any more; its abort is on the way to the engine.

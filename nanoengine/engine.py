@@ -15,7 +15,7 @@ from nanoengine.cache.blocks import BlockPool
 from nanoengine.cache.events import PrefixEvents, PrefixLog
 from nanoengine.config import EngineConfig
 from nanoengine.errors import InvalidRequestError
-from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
+from nanoengine.outputs import EngineInfo, Load, MemorySummary, PromptScores, TokenLogprob
 from nanoengine.runner.base import PendingStep
 from nanoengine.runner.build import build_runner
 from nanoengine.sampling.params import SamplingParams
@@ -40,6 +40,7 @@ class StepOutput:
     started: list[tuple[int, int]] = field(default_factory=list)  # (key, prompt tokens found in the prefix cache)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index into keys, where asked for
     refused: list[tuple[int, InvalidRequestError]] = field(default_factory=list)  # by key: ended, and not as asked
+    scores: list[tuple[int, PromptScores]] = field(default_factory=list)  # (key, some of its prompt's, in order)
 
 
 class Engine:
@@ -154,7 +155,8 @@ class Engine:
         for end in finished:
             self._finished[end.reason] += 1
         logprobs = {i: result.logprobs[row] for i, row in enumerate(retired.rows.tolist()) if row in result.logprobs}
-        return StepOutput(retired.keys, retired.tokens, finished, started, logprobs, refused)
+        scores = [(int(oldest.keys[s.row]), found) for s, found in zip(oldest.scorings, result.scores, strict=True)]
+        return StepOutput(retired.keys, retired.tokens, finished, started, logprobs, refused, scores)
 
     def _constrain(self) -> None:
         """Give the newest step in flight its masks, now that all the steps before it have retired.

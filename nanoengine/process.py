@@ -119,8 +119,16 @@ def _update(engine: Engine, output: StepOutput | None) -> Update:
     load, prefixes = engine.load(), engine.prefix_events()
     if output is None:
         return Update(b"", b"", [], [], {}, load, prefixes)
-    keys, tokens = output.keys.tobytes(), output.tokens.tobytes()
-    return Update(keys, tokens, output.finished, output.started, output.logprobs, load, prefixes)
+    return Update(
+        output.keys.tobytes(),
+        output.tokens.tobytes(),
+        output.finished,
+        output.started,
+        output.logprobs,
+        load,
+        prefixes,
+        output.scores,
+    )
 
 
 if __name__ == "__main__":

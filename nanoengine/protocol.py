@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from nanoengine.cache.events import PrefixEvents
-from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
+from nanoengine.outputs import EngineInfo, Load, MemorySummary, PromptScores, TokenLogprob
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.scheduler import Finished
 
@@ -88,6 +88,7 @@ class Update(msgspec.Struct, tag=True, array_like=True):
     logprobs: dict[int, TokenLogprob]  # by index into keys
     load: Load
     prefixes: PrefixEvents | None = None
+    scores: list[tuple[int, PromptScores]] = []
 
 
 ToEngine = Start | Add | Abort | Inspect

@@ -290,7 +290,7 @@ class Api:
                 body = await _read(request, self._config.max_body_bytes)
                 job = await prepare(body)
                 names, metrics = job.names, job.model.metrics
-                choices = [Choice() for _ in range(len(job.prompts) * job.n)]
+                choices = [Choice() for _ in range(len(job.prompts) * job.best_of)]
                 watch = _Stopwatch(metrics, start, len(choices))
                 async with aclosing(self._chunks(job)) as chunks:
                     async for index, chunk in chunks:
@@ -304,9 +304,12 @@ class Api:
                         if events := job.format.event(index, chunk):
                             await send(_body(events))
                 reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
-                usage = usage_of(choices, job.n)
+                usage = usage_of(choices, job.best_of)
                 if not job.stream:
-                    await respond(Response(job.format.whole(choices, usage), media_type="application/json"))
+                    # Aside: a long prompt's log-probabilities would hold up everybody's streams.
+                    whole = partial(job.format.whole, _chosen(job, choices), usage)
+                    answer = whole() if job.params.prompt_logprobs is None else await asyncio.to_thread(whole)
+                    await respond(Response(answer, media_type="application/json"))
                     return
                 await send(_body(job.format.end(usage), more=False))
         except ClientDisconnect:
@@ -344,10 +347,15 @@ class Api:
             return
         streams = [
             job.model.engines.generate(
-                prompt, _seeded(job.params, i), clip=job.clip, priority=job.priority, cache_salt=job.cache_salt
+                prompt,
+                _params(job, i),
+                clip=job.clip,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                token_ids=job.token_ids,
             )
             for prompt in job.prompts
-            for i in range(job.n)
+            for i in range(job.best_of)
         ]
         if len(streams) == 1:
             async with aclosing(streams[0]) as stream:
@@ -429,11 +437,29 @@ class _Stopwatch:
         self._tokens[index] = tokens
 
 
-def _seeded(params: SamplingParams, choice: int) -> SamplingParams:
-    """Each of n choices has a seed of its own, or a seeded request would return n equal texts."""
-    if choice == 0 or params.seed is None:
+def _params(job: Job, sequence: int) -> SamplingParams:
+    """Each sequence of a prompt has a seed of its own, or a seeded request would return equal texts.
+
+    One scores the prompt for all of them, but in a stream, where none waits for another.
+    """
+    params = job.params
+    if sequence == 0:
         return params
-    return replace(params, seed=(params.seed + choice) % 2**63)
+    seed = params.seed if params.seed is None else (params.seed + sequence) % 2**63
+    return replace(params, seed=seed, prompt_logprobs=params.prompt_logprobs if job.stream else None)
+
+
+def _chosen(job: Job, sequences: list[Choice]) -> list[Choice]:
+    """The choices of a whole answer: of each prompt's sequences the n likeliest, best first, where there are more."""
+    choices: list[Choice] = []
+    for begin in range(0, len(sequences), job.best_of):
+        some = sequences[begin : begin + job.best_of]
+        for choice in some[1:]:
+            choice.prompt_scores = some[0].prompt_scores
+        if job.best_of > job.n:
+            some = sorted(some, key=lambda choice: choice.mean_logprob, reverse=True)
+        choices += some[: job.n]
+    return choices
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -87,6 +87,7 @@ async def chunks(job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
                 clip=False,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
+                token_ids=False,
             )
             async with aclosing(stream) as answer:
                 async for chunk in answer:

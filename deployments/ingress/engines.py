@@ -70,6 +70,7 @@ class EngineClient:
         clip: bool = False,
         priority: int = 0,
         cache_salt: str = "",
+        token_ids: bool = False,
     ) -> AsyncGenerator[Chunk]:
         """The chunks of one sequence; the last one has a finish reason. Leaving the loop aborts it.
 
@@ -88,6 +89,7 @@ class EngineClient:
                 priority=priority,
                 cache_salt=cache_salt,
                 avoid=avoid,
+                token_ids=token_ids,
             )
             inbox = self._inboxes[call.number] = _Inbox()
             stream = self._handle.remote(call)

@@ -20,6 +20,7 @@ class TokenizeRequest(BaseModel):
     messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None  # of a prompt: true if absent; a rendered template has them already
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
@@ -35,6 +36,7 @@ class TokenizeRequest(BaseModel):
             messages=self.messages,
             tools=self.tools,
             add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 

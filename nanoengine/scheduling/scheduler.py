@@ -23,7 +23,7 @@ from nanoengine.request import check_request
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.policies import Policy
 from nanoengine.scheduling.sequence import Sequence, Slots, Status
-from nanoengine.scheduling.step import Admission, IntArray, KeyArray, Step
+from nanoengine.scheduling.step import Admission, IntArray, KeyArray, Scoring, Step
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
 
@@ -140,7 +140,7 @@ class Scheduler:
             params=params,
             tokens=np.ascontiguousarray(prompt, np.int32),
             prompt_len=prompt_len,
-            limit=prompt_len + (room if params.max_tokens is None else params.max_tokens),
+            limit=prompt_len + (room if params.max_tokens is None else max(1, params.max_tokens)),
             stop_ids=stop_ids,
             root=root_key(self._model, salt=cache_salt),
             salt=cache_salt,
@@ -242,6 +242,7 @@ class Scheduler:
             block_table=slots.block_table[row_slots, :width],
             admissions=tuple(admissions),
             constrained=np.flatnonzero(samples & slots.constrained[row_slots]).astype(np.int32),
+            scorings=self._scorings(chunks, num_decodes),
         )
         slots.scheduled[row_slots] = ends
         slots.tokens[row_slots] += samples
@@ -251,6 +252,19 @@ class Scheduler:
                 [seq for (seq, _), done in zip(chunks, samples[num_decodes:].tolist(), strict=True) if done]
             )
         return step
+
+    def _scorings(self, chunks: list[tuple[Sequence, int]], first_row: int) -> tuple[Scoring, ...]:
+        """What these chunks let be scored. After a preemption that is what no step has scored before."""
+        scorings = []
+        for row, (seq, count) in enumerate(chunks, first_row):
+            if seq.scores:
+                begin = seq.scored
+                end = min(int(self._slots.scheduled[seq.slot]) + count, seq.prompt_len - 1)
+                if end > begin:
+                    targets = self._slots.token_ids[seq.slot, begin + 1 : end + 1].copy()
+                    scorings.append(Scoring(row, begin + 1, targets, seq.params.prompt_logprobs or 0))
+                    seq.scored = end
+        return tuple(scorings)
 
     def _ready_decodes(self) -> IntArray:
         """Slots that decode one token in this step, each with a block to write it to."""
@@ -309,6 +323,8 @@ class Scheduler:
             if self.limits.prefix_caching:
                 # The last token is always computed: its logits give the next one.
                 usable = (length - 1) // block_size
+                if seq.scores:  # what is to be scored has to go through the model
+                    usable = min(usable, seq.scored // block_size)
                 hits = pool.match(self._prompt_keys(seq, usable))
                 if len(hits) < usable:
                     seq.held_for = seq.block_keys[len(hits)]
@@ -364,7 +380,7 @@ class Scheduler:
             seq.started = True
             seq.cached_tokens = min(hit_tokens, seq.prompt_len)
             self.counters.prompt_tokens += seq.prompt_len
-            if self.limits.prefix_caching:
+            if self.limits.prefix_caching and not seq.scores:
                 self.counters.prefix_query_tokens += seq.prompt_len
                 self.counters.prefix_hit_tokens += seq.cached_tokens
         prompt, output = np.split(seq.tokens, [seq.prompt_len])

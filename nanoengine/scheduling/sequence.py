@@ -46,6 +46,12 @@ class Sequence:
     held_for: bytes | None = None  # key of a block that another sequence is computing and this one waits for
     held_plans: int = 0
     started: bool = False  # was admitted at least once
+    scored: int = 0  # tokens of the prompt, from its start, after which the next one is scored, by steps in flight too
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
 
 
 class Slots:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deployments.messages import Chunk, TokenInfo
+from deployments.messages import Chunk
 from nanoengine.answer import Answer, Made
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
@@ -45,7 +45,14 @@ class TinyEngines:
         return {}
 
     async def generate(
-        self, prompt: npt.NDArray[np.int32], params: SamplingParams, *, clip: bool, priority: int, cache_salt: str
+        self,
+        prompt: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        clip: bool,
+        priority: int,
+        cache_salt: str,
+        token_ids: bool,
     ) -> AsyncGenerator[Chunk]:
         room = self.engine.info.max_model_len - len(prompt)
         if clip and params.max_tokens is not None:
@@ -62,18 +69,7 @@ class TinyEngines:
                     raise self._errors.pop(key)
                 made, self._made[key] = self._made[key], Made()
                 delta = answer.take(made)
-                logprobs = None
-                if delta.logprobs is not None:
-                    logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
-                yield Chunk(
-                    delta.text,
-                    delta.finish_reason,
-                    delta.stop_reason,
-                    delta.prompt_tokens,
-                    delta.cached_tokens,
-                    delta.completion_tokens,
-                    logprobs,
-                )
+                yield Chunk.of(delta, token_ids)
                 if delta.finish_reason is not None:
                     return
         finally:
@@ -87,6 +83,9 @@ class TinyEngines:
         for key, cached in output.started:
             if key in self._answers:
                 self._answers[key].cached_tokens = cached
+        for key, scores in output.scores:
+            if key in self._made:
+                self._made[key].scores.append(scores)
         keys = output.keys.tolist()
         for index, (key, token) in enumerate(zip(keys, output.tokens.tolist(), strict=True)):
             if key in self._made:
