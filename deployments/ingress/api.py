@@ -340,7 +340,7 @@ class Api:
 
     async def _chunks(self, job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
         """The chunks of all choices, as they come, each with its choice's index. Closing it aborts all of them."""
-        if job.length_penalty is not None:
+        if job.beams is not None:
             async with aclosing(beam.chunks(job)) as chosen:
                 async for choice in chosen:
                     yield choice

@@ -52,7 +52,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "best_of": (1,),
     "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
     "chat_template": (),
     "documents": ([],),
     "echo_prompt": (False,),
@@ -148,11 +147,13 @@ class Request(StructuredFields):
     skip_special_tokens: bool | None = None
     use_beam_search: bool | None = None  # n beams, and the n best answers
     length_penalty: float | None = Field(None, ge=-10, le=10)  # above 1 for longer answers
+    early_stopping: bool | Literal["never"] | None = None  # of beam search, as in transformers
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def sequences(self) -> int:

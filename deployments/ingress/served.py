@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from deployments.config import IngressConfig, ModelArgs
 from deployments.ingress import protocol
+from deployments.ingress.beam import MAX_BEAMS, Rules
 from deployments.ingress.dialect import TAIL, Dialect
 from deployments.ingress.errors import bad_request
 from deployments.ingress.reading import Reading
@@ -23,7 +24,6 @@ from nanoengine.sampling.params import SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
-MAX_BEAMS = 10  # an engine gives 20 likeliest tokens, and each beam needs twice as many as there are beams
 NOT_WITH_BEAMS = (
     *("stream", "logprobs", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "logit_bias", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "response_format", "tools", "structured_outputs", "allowed_token_ids"),
@@ -109,7 +109,7 @@ class Job:
     stream: bool
     token_ids: bool
     format: Format
-    length_penalty: float | None = None  # of beam search with ``n`` beams; None: the choices are sampled
+    beams: Rules | None = None  # of a search with ``n`` beams; None: the choices are sampled
     names: Mapping[str, str] = field(default_factory=dict)  # of fields, where a client knows them by other names
 
 
@@ -258,6 +258,7 @@ class ServedModel:
             logprobs=params.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             token_ids=bool(request.return_token_ids),
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
         )
 
     def _job(
@@ -281,15 +282,16 @@ class ServedModel:
             cache_salt=request.cache_salt or "",
             stream=bool(request.stream),
             token_ids=extras.token_ids,
-            length_penalty=_length_penalty(request),
+            beams=_rules(request),
             format=format(id + uuid.uuid4().hex, int(time.time()), request.model, extras),
         )
 
 
-def _length_penalty(request: protocol.Request) -> float | None:
+def _rules(request: protocol.Request) -> Rules | None:
     if not request.use_beam_search:
         return None
-    return 1.0 if request.length_penalty is None else request.length_penalty
+    penalty = 1.0 if request.length_penalty is None else request.length_penalty
+    return Rules(penalty, request.early_stopping or False)
 
 
 def _check_beams(request: protocol.Request) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from deployments.ingress.beam import Ask, search
+from deployments.ingress.beam import Ask, Rules, likeliest, search
 from tests.engine import structured_cases
 from tests.engine.structured_cases import write_tiny_llm
 from tests.serve.live import Server
@@ -51,12 +51,17 @@ def asking(model: Any, prompt: list[int], count: int) -> Ask:
 
 
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -1.0])
-@pytest.mark.parametrize("width", [1, 2, 4])
-async def test_beams_are_those_of_transformers(model: Any, width: int, length_penalty: float) -> None:
+@pytest.mark.parametrize(
+    ("width", "early_stopping"), [(1, False), (2, False), (4, False), (2, True), (4, True), (2, "never"), (4, "never")]
+)
+async def test_beams_are_those_of_transformers(
+    model: Any, width: int, length_penalty: float, early_stopping: Any
+) -> None:
     ends = list(range(40, 80))  # so many that answers of several lengths compete
-    for seed in range(6):
+    for seed in range(4):
         prompt = torch.randint(3, 250, (5,), generator=torch.Generator().manual_seed(seed)).tolist()
-        found = await search(asking(model, prompt, 2 * width), width, 10, frozenset(ends), length_penalty)
+        ask = asking(model, prompt, width + len(ends))
+        found = await search(ask, width, 10, frozenset(ends), Rules(length_penalty, early_stopping))
         expected = model.generate(
             torch.tensor([prompt]),
             num_beams=width,
@@ -66,7 +71,7 @@ async def test_beams_are_those_of_transformers(model: Any, width: int, length_pe
             eos_token_id=ends,
             pad_token_id=0,
             length_penalty=length_penalty,
-            early_stopping=False,
+            early_stopping=early_stopping,
         )
         if width == 1:
             expected = expected[:1]
@@ -79,19 +84,22 @@ async def test_beams_are_those_of_transformers(model: Any, width: int, length_pe
 async def test_the_answers_of_the_api(server: Server, model: Any) -> None:
     tokenizer = server.engines.tokenizer
     prompts = ["Once upon", "The"]
-    body = {"model": "m", "prompt": prompts, "n": 3, "max_tokens": 8, "use_beam_search": True, "temperature": 0}
+    body = {"model": "m", "prompt": prompts, "n": 3, "max_tokens": 8, "use_beam_search": True}
+    body |= {"temperature": 0, "return_token_ids": True}
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         answer = (await http.post("/v1/completions", json=body)).json()
     made = 0
     for number, prompt in enumerate(prompts):
         ids = tokenizer.encode(prompt)
-        expected = await search(asking(model, ids, 6), 3, 8, tokenizer.eos_token_ids, 1.0)
+        ask = asking(model, ids, likeliest(3, tokenizer.eos_token_ids))
+        expected = await search(ask, 3, 8, tokenizer.eos_token_ids, Rules())
         choices = answer["choices"][3 * number : 3 * number + 3]
         assert [c["index"] for c in choices] == [3 * number + i for i in range(3)]
         for choice, beam in zip(choices, expected, strict=True):
             tokens = beam.tokens[:-1] if beam.finish_reason == "stop" else beam.tokens
             assert choice["text"] == tokenizer.decode(tokens)
             assert choice["finish_reason"] == beam.finish_reason
+            assert choice["token_ids"] == beam.tokens
             made += len(beam.tokens)
     assert answer["usage"]["completion_tokens"] == made
     server.alive()
@@ -119,6 +127,7 @@ def test_chat_too(server: Server) -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
         ({"length_penalty": 99}, "length_penalty"),
+        ({"early_stopping": "soon"}, "early_stopping"),
         ({"max_tokens": 5000}, "max_tokens"),
     ],
 )

@@ -101,6 +101,20 @@ def test_long_prompts_behind_a_long_one_keep_their_turn() -> None:
     run.until_idle()
 
 
+def test_a_request_says_the_same_alone_and_in_company(folder: Path, reference: Reference) -> None:
+    """Case C18, on a CPU in float32; with other types a difference has to be a near tie."""
+    prompt = tokens(20)
+    alone = Run(folder, enable_prefix_caching=False)
+    alone.all([prompt], greedy(100))
+    alone.check(reference)
+    for company, chunk in ((0, None), (7, 5), (31, None), (31, 5)):
+        run = Run(folder, block_size=4, max_num_seqs=32, max_prefill_chunk=chunk)
+        for cached in (0, 16):
+            first = run.all([prompt, *(tokens(3 + seed % 17, seed) for seed in range(1, company + 1))], greedy(100))[0]
+            assert run.tokens[first] == alone.tokens[0]
+            assert run.cached[first] == cached
+
+
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_types_on_a_cpu(tmp_path: Path, stored: str) -> None:
     """Case C34: whatever a model is stored in and computed in, nearly the same distribution; auto says what it took."""

@@ -63,6 +63,25 @@ class Http:
     def text(self, path: str, **body: Any) -> str:
         return text_of(self.answer(path, **body))
 
+    def both(self, path: str, **body: Any) -> dict[str, Any]:
+        """The first choice of the whole answer, with the request's usage; the streamed one has to be equal."""
+        whole = self.answer(path, **body)
+        stream = self.stream(path, stream_options={"include_usage": True}, **body)
+        assert stream.done
+        usage = {name: count for name, count in whole["usage"].items() if name != "prompt_tokens_details"}
+        assert usage.items() <= stream.usage.items()  # the second finds the prompt in the cache
+        for choice in whole["choices"]:
+            mine = [c for event in stream.events for c in event["choices"] if c["index"] == choice["index"]]
+            choice["text"] = choice["message"]["content"] if "message" in choice else choice["text"]
+            assert "".join(stream.texts(choice["index"])) == choice["text"]
+            assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+            assert mine[-1]["stop_reason"] == choice["stop_reason"]
+            for key, values in (choice["logprobs"] or {}).items():
+                if values is not None:
+                    streamed = [v for c in mine for v in (c["logprobs"] or {}).get(key) or ()]
+                    assert rounded(streamed) == rounded(values)
+        return {**whole["choices"][0], "usage": whole["usage"]}
+
     def stream(self, path: str, most: int | None = None, **body: Any) -> Stream:
         """All events, or the first ``most``, after which the connection is closed."""
         found, start = Stream(), time.monotonic()
@@ -81,6 +100,15 @@ class Http:
                     break
         found.seconds = time.monotonic() - start
         return found
+
+
+def rounded(value: Any) -> Any:
+    """Log-probabilities to three places: a prompt that is in the cache is computed in other pieces."""
+    if isinstance(value, float):
+        return round(value, 3) + 0.0
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
 def strict(text: str) -> Any:

@@ -243,22 +243,6 @@ def test_presence_and_frequency_do_not_see_the_prompt(tiny: Http) -> None:
     assert tiny.text(COMPLETION, **repeated, frequency_penalty=2) != tiny.text(COMPLETION, **repeated)
 
 
-def test_cached_tokens(tiny: Http, tiny_server: Server) -> None:
-    """Case A36."""
-    engine = tiny_server.engines.engine
-    size = engine.info.block_size
-    prompt = [40 + i % 50 for i in range(10 * size)]
-    changed = [*prompt[: 5 * size], prompt[5 * size] + 1, *prompt[5 * size + 1 :]]
-    engine.reset_prefix_cache()
-    before, found = engine.load().prefix_hit_tokens, []
-    for each in (prompt, prompt, changed):
-        usage = tiny.answer(COMPLETION, prompt=each, max_tokens=2)["usage"]
-        assert usage["prompt_tokens"] == len(prompt)
-        found.append(usage["prompt_tokens_details"]["cached_tokens"])
-    assert found == [0, 9 * size, 5 * size]
-    assert engine.load().prefix_hit_tokens - before == sum(found)
-
-
 def test_top_k_at_its_edges(tiny: Http) -> None:
     """Case C20, all at once."""
     base = {"prompt": "A", "max_tokens": 8, "temperature": 1.0, "seed": 1, "ignore_eos": True}

@@ -43,14 +43,8 @@ def says(scripted_server: Server) -> Callable[..., str]:
 
 def both(http: Http, path: str, prompt: str, **body: Any) -> tuple[str, str, int]:
     """(text, finish reason, completion tokens) of an answer, the same streamed and whole."""
-    asked = {**asking(path, prompt), **body}
-    whole = http.answer(path, **asked)
-    stream = http.stream(path, stream_options={"include_usage": True}, **asked)
-    (choice,) = whole["choices"]
-    found = text_of(whole), choice["finish_reason"], whole["usage"]["completion_tokens"]
-    assert (stream.text, stream.finish_reason, stream.usage["completion_tokens"]) == found
-    assert stream.done
-    return found
+    choice = http.both(path, **asking(path, prompt), **body)
+    return choice["text"], choice["finish_reason"], choice["usage"]["completion_tokens"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -64,21 +58,6 @@ def test_cut_inside_a_character(scripted: Http, says: Callable[..., str], path: 
         assert text.rstrip("\ufffd") == raw[:most].decode(errors="ignore")
         assert text.count("\ufffd") <= 1
         assert (reason, tokens) == ("length", most)
-
-
-def test_bytes_of_log_probabilities_make_the_text(tiny: Http, tiny_server: Server) -> None:
-    """Case B04."""
-    special = {str(token): -100 for token in tiny_server.engines.tokenizer.special_ids}
-    sure = {"temperature": 1.5, "seed": 3, "logit_bias": special, "max_tokens": 40, "ignore_eos": True}
-    (choice,) = tiny.answer(CHAT, **asking(CHAT, "one emoji"), logprobs=True, top_logprobs=20, **sure)["choices"]
-    content = choice["logprobs"]["content"]
-    assert len(content) == 40
-    raw = bytes(byte for entry in content for byte in entry["bytes"])
-    assert any(byte > 127 for byte in raw), "no character of several tokens among them: it would prove nothing"
-    assert raw.decode("utf-8", "replace") == choice["message"]["content"]
-    assert all(len(entry["top_logprobs"]) == 20 for entry in content)
-    (choice,) = tiny.answer(COMPLETION, prompt="😊😊😊", logprobs=20, **sure)["choices"]
-    assert all(len(top) == 20 for top in choice["logprobs"]["top_logprobs"])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -127,6 +106,15 @@ def test_forms_of_stop(scripted: Http, says: Callable[..., str], path: str) -> N
     for good in ([], None, ["a", "b", "c", "d", "é"], ["😊", "é"], "x"):
         assert both(scripted, path, prompt, stop=good, max_tokens=30)[:2] == ("finemore", "stop")
     assert both(scripted, path, prompt, stop="<|im_start|>", max_tokens=30) == ("fine", "stop", 5)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tokens_whose_text_is_held_are_told(scripted: Http, says: Callable[..., str], path: str) -> None:
+    """An event that has no text yet may have ids."""
+    asked = {**asking(path, says("az🎈zb")), "stop": ["zzz", "🎈x"], "max_tokens": 7, "return_token_ids": True}
+    (choice,) = scripted.answer(path, **asked)["choices"]
+    streamed = [token for event in scripted.stream(path, **asked).events for token in event["choices"][0]["token_ids"]]
+    assert streamed == choice["token_ids"] == list("az🎈z".encode())
 
 
 @pytest.mark.parametrize("path", PATHS)
