@@ -131,6 +131,8 @@ class RoutingCore:
         """A replica's report, as ``Fleet.report``."""
         if (replica := self._replicas.get(name)) is not None:
             self.fleet.report(replica.slot, report, self._clock())
+            if report.prefixes > replica.seq:
+                replica.in_step = False
 
     def prefixes(self, name: str, events: PrefixEvents) -> None:
         """A replica's prefix events. After a gap what is known stays in use until a snapshot comes: it is mostly right,

@@ -97,4 +97,5 @@ class Replica:
             slowdown=self.engine.slowdown,
             harm_s=self.engine.harm_s * self.output,
             fullness=len(self.cache) / self.engine.blocks,
+            prefixes=self.held.seq,
         )

@@ -91,9 +91,7 @@ def _cdf(rows: Sequence[Row]) -> str:
         dash = ' stroke-dasharray="4 3"' if i >= len(_COLOURS) else ""
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"{dash}/>')
         parts.append(f'<text x="{right + 10}" y="{top + 12 + 16 * i}" fill="{colour}">{html.escape(name)}</text>')
-    parts.append(
-        f'<text x="{_LEFT}" y="{_HEIGHT - 5}">share of requests whose first token came within so long</text></svg>'
-    )
+    parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 5}">share of requests with a first token by then</text></svg>')
     return "".join(parts)
 
 

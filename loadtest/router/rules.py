@@ -105,8 +105,8 @@ class RayPrefix(Rule):
 
 
 class SglangThresholds(Rule):
-    """SGLang's cache_aware: least requests where they differ by more than 64 and by half, else the best match if that is
-    over 0.3 of the prompt, else least requests."""
+    """SGLang's cache_aware: least requests where they differ by more than 64 and by half, else the best match if that
+    is over 0.3 of the prompt, else least requests."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

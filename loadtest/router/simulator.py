@@ -111,6 +111,7 @@ class Simulator:
     def _arrive(self, request: Request) -> None:
         number = next(self._calls)
         core = self._rng.choice(self._cores) if self._cores else None
+        expected = 0
         if core is not None:
             if self._setting.exact:
                 for replica in self._replicas:
@@ -119,7 +120,7 @@ class Simulator:
             choice = core.choose(question)
             assert choice is not None
             core.reserve(question, choice, str(number), number)
-            request.replica = int(choice.replica[1:])
+            request.replica, expected = int(choice.replica[1:]), choice.cached_tokens
         else:
             assert self._rule is not None
             request.replica = self._rule.choose(request, self._replicas, self.now)
@@ -129,12 +130,12 @@ class Simulator:
             name = core.fleet.ingress
             replica.open[name] += 1
             replica.newest[name] = number
-            self._wrong += abs(choice.cached_tokens - request.cached)
+            self._wrong += abs(expected - request.cached)
             if not self._setting.exact:
                 self._report_soon(request.replica)
+        request.on_end = lambda: self._ended(request, core, number)
         if len(replica.queue) == 1:
             self._at(replica.start(self.now), lambda: self._prefilled(replica))
-        request.on_end = lambda: self._ended(request, core, number)
 
     def _prefilled(self, replica: Replica) -> None:
         request = replica.queue.popleft()
@@ -164,9 +165,9 @@ class Simulator:
     # -- news ----------------------------------------------------------------------------------------------------
 
     def _tell(self, core: RoutingCore, replica: Replica) -> None:
-        core.load(replica.name, replica.report(self.now))
         if (events := replica.events()) is not None:
             core.prefixes(replica.name, events)
+        core.load(replica.name, replica.report(self.now))
 
     def _tick(self, i: int) -> None:
         """What a replica tells ten times a second."""
@@ -186,9 +187,9 @@ class Simulator:
 
         def deliver() -> None:
             for core in self._cores:
-                core.load(replica.name, report)
                 if events is not None and self._rng.random() >= self._setting.lost:
                     core.prefixes(replica.name, events)
+                core.load(replica.name, report)
                 for name in core.wants():
                     core.prefixes(name, self._replicas[int(name[1:])].held.snapshot())
 
