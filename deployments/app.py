@@ -11,12 +11,14 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config import AppArgs
+from deployments.config import AppArgs, ModelArgs
 from deployments.ingress.api import Api
 from deployments.ingress.engines import EngineClient
+from deployments.ingress.served import ServedModel
 from deployments.ingress.text import TextFrontend
 from deployments.metrics import RequestMetrics
 from deployments.replica import EngineReplica
+from nanoengine.sampling.defaults import sampling_defaults
 from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import resolve_model
 
@@ -25,30 +27,43 @@ from nanoengine.weights.sources import resolve_model
 class Ingress:
     """The HTTP API in a Serve replica."""
 
-    def __init__(self, engine: DeploymentHandle, args: AppArgs) -> None:
+    def __init__(self, args: AppArgs, *engines: DeploymentHandle) -> None:
+        """``engines``: of each model of ``args.served``."""
         # Asks no engine for anything: an ingress starts, and answers /health, whether or not an engine does.
-        tokenizer = load_tokenizer(resolve_model(args.engine.model, args.engine.revision))
-        self._engines = EngineClient(engine, args.ingress)
-        self._api = Api(
-            args,
-            self._engines,
-            TextFrontend(tokenizer, args.ingress.tokenizer_threads, args.tool_parser, args.reasoning_parser),
-            RequestMetrics(args.model_names[0]),
-        )
+        self._clients = [EngineClient(engine, args.ingress) for engine in engines]
+        models = [
+            ServedModel(model, args.ingress, client, _text(model, args), RequestMetrics(model.model_names[0]))
+            for model, client in zip(args.served, self._clients, strict=True)
+        ]
+        self._api = Api(args.ingress, models)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this on the event loop that requests will run on.
-        self._background = asyncio.create_task(self._engines.run())
+        self._background = [asyncio.create_task(client.run()) for client in self._clients]
         return self._api.app()
 
 
+def _text(model: ModelArgs, args: AppArgs) -> TextFrontend:
+    files = resolve_model(model.engine.model, model.engine.revision)
+    return TextFrontend(
+        load_tokenizer(files),
+        args.ingress.tokenizer_threads,
+        model.tool_parser,
+        model.reasoning_parser,
+        sampling_defaults(model.engine, files),
+    )
+
+
 def build(args: AppArgs) -> Application:
-    """The application: an ingress that calls engine replicas by handle.
+    """The application: an ingress that calls engine replicas by handle, those of each model in a deployment of its own.
 
     Replicas, resources, router and autoscaling are not set here but in serve_config.yaml, all of them: Serve replaces
     such blocks of code by those of the file, and never merges them.
     """
-    engine = serve.deployment(EngineReplica, name="EngineReplica").bind(
-        args.engine, args.model_names[0], args.engine_stall_s
-    )
-    return serve.deployment(Ingress, name="Ingress").bind(engine, args)
+    engines = [
+        serve.deployment(EngineReplica, name=model.deployment).bind(
+            model.engine, model.model_names[0], args.engine_stall_s
+        )
+        for model in args.served
+    ]
+    return serve.deployment(Ingress, name="Ingress").bind(args, *engines)

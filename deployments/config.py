@@ -42,19 +42,20 @@ class IngressConfig(BaseModel):
     tokenizer_threads: int = Field(2, ge=1, description="Threads that render chat templates and tokenise.")
 
 
-class AppArgs(BaseModel):
-    """What ``deployments.app:build`` takes. One application serves one model under one name or several."""
+class ModelArgs(BaseModel):
+    """One model, under one name or several, and the deployment of its engines."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     served_model_names: tuple[str, ...] = Field(
         (), description="Names that clients may give as `model`; empty takes engine.model's."
     )
     engine: EngineConfig = EngineConfig()
-    engine_stall_s: float = Field(
-        60, gt=0, description="An engine that has requests and made no step for so long is ended and replaced."
+    deployment: str = Field(
+        "EngineReplica",
+        min_length=1,
+        description="Name of its engines' deployment, under which the file configures it.",
     )
-    ingress: IngressConfig = IngressConfig()
     tool_parser: ToolParserName = Field(
         "auto", description="How the model writes tool calls; auto knows it by the model's chat template."
     )
@@ -64,6 +65,23 @@ class AppArgs(BaseModel):
         "none leaves it in the text.",
     )
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that the API answers to, the first of them as the model's id."""
+        return self.served_model_names or (self.engine.model,)
+
+
+class AppArgs(ModelArgs):
+    """What ``deployments.app:build`` takes: one model, or several in ``models``, each with a deployment of its own."""
+
+    models: tuple[ModelArgs, ...] = Field(
+        (), description="Several models in place of the one that the keys beside it describe."
+    )
+    engine_stall_s: float = Field(
+        60, gt=0, description="An engine that has requests and made no step for so long is ended and replaced."
+    )
+    ingress: IngressConfig = IngressConfig()
+
     @model_validator(mode="before")
     @classmethod
     def _name_the_nearest_key(cls, data: Any) -> Any:
@@ -71,10 +89,23 @@ class AppArgs(BaseModel):
             raise ValueError("; ".join(complaints))
         return data
 
+    @model_validator(mode="after")
+    def _every_model_is_told_from_the_others(self) -> AppArgs:
+        beside = sorted(self.model_fields_set & ModelArgs.model_fields.keys())
+        if self.models and beside:
+            raise ValueError(f"with models, {', '.join(beside)} must be said of each of them, in its entry there")
+        for what, given in (
+            ("deployment", [model.deployment for model in self.served]),
+            ("name", [name for model in self.served for name in model.model_names]),
+        ):
+            if twice := sorted({each for each in given if given.count(each) > 1}):
+                raise ValueError(f"two models have the {what} {twice[0]!r}: each needs its own")
+        return self
+
     @property
-    def model_names(self) -> tuple[str, ...]:
-        """Names that the API answers to, the first of them as the model's id."""
-        return self.served_model_names or (self.engine.model,)
+    def served(self) -> tuple[ModelArgs, ...]:
+        """Every model of the application."""
+        return self.models or (self,)
 
 
 def unknown_keys(model: type[BaseModel], data: Any, path: str = "") -> Iterator[str]:

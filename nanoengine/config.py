@@ -68,7 +68,11 @@ class EngineConfig(BaseModel):
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Fraction of blocks kept free at admission, so that running sequences can grow."
     )
-    scheduling_policy: Literal["fcfs"] = Field("fcfs", description="Order of admission and choice of whom to preempt.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs",
+        description="Order of admission and choice of whom to preempt: first come, first served, or by the requests' "
+        "`priority`, the lowest first.",
+    )
 
     cuda_graphs: bool = Field(
         True, description="On a GPU: run steps that only decode as CUDA graphs. Off saves seconds of start-up."
@@ -82,6 +86,11 @@ class EngineConfig(BaseModel):
         description="On a GPU: the same tokens whatever else is in the batch, the cache or the past. Slower.",
     )
 
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: temperature, top_k, top_p, min_p and repetition_penalty of the model's "
+        "generation_config.json are those of requests that do not set them, field by field. none: they are 1, or off.",
+    )
     seed: int = Field(0, description="Seeds the requests that bring none.")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads for the model; None takes all cores that this process may use."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,14 +23,11 @@ from nanoengine.scheduling.pace import StepTimes
 from nanoengine.scheduling.policies import POLICIES
 from nanoengine.scheduling.scheduler import Finished, Limits, Retired, Scheduler
 from nanoengine.scheduling.step import IntArray, KeyArray, Step
-from nanoengine.structured.compiler import Compiled, Compiler, GrammarError
+from nanoengine.structured.compiler import Compiled, Compiler
 from nanoengine.structured.constraints import Constraints
-from nanoengine.structured.grammar import Grammar
+from nanoengine.structured.gate import Gate
 from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import resolve_model
-
-_COMPILE_SECONDS = 10.0
-_COMPILE_POLL = 0.005  # seconds between looks, where nothing else is to be done
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +40,6 @@ class StepOutput:
     started: list[tuple[int, int]] = field(default_factory=list)  # (key, prompt tokens found in the prefix cache)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index into keys, where asked for
     refused: list[tuple[int, InvalidRequestError]] = field(default_factory=list)  # by key: ended, and not as asked
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiling:
-    """A request that waits for its grammar."""
-
-    prompt: IntArray
-    params: SamplingParams
-    priority: int
-    cache_salt: str
-    compiled: Future[Compiled]
-    deadline: float
 
 
 class Engine:
@@ -101,8 +85,7 @@ class Engine:
         self._times = StepTimes()
         self._busy_since = 0.0  # when the oldest step in flight could begin
         tokens, eos = built.info.num_tokens, built.info.eos_token_ids
-        self._compile = Compiler(lambda: load_tokenizer(resolve_model(config.model, config.revision)), tokens, eos)
-        self._compiling: dict[int, _Compiling] = {}
+        self._gate = Gate(Compiler(lambda: load_tokenizer(resolve_model(config.model, config.revision)), tokens, eos))
         self._constraints = Constraints(tokens, eos)
         self._finished = {"stop": 0, "length": 0, "abort": 0}
 
@@ -120,28 +103,27 @@ class Engine:
                 self._constraints.add(key, params, Compiled(None, ()))
             return
         self._scheduler.check_request(prompt, params)
-        compiled, deadline = self._compile(params), time.monotonic() + _COMPILE_SECONDS
-        self._compiling[key] = _Compiling(prompt, params, priority, cache_salt, compiled, deadline)
+        self._gate.enter(key, prompt, params, priority, cache_salt)
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Compile what ``params`` ask for, and wait for it. Raises ``InvalidRequestError``."""
         if params.structured is not None or params.bad_words:
-            _compiled(self._compile(params), params, _COMPILE_SECONDS)
+            self._gate.check(params)
 
     def abort(self, key: int) -> None:
         """End a request in whatever state it is; unknown keys are ignored, since it may just have ended by itself."""
-        if self._compiling.pop(key, None) or self._scheduler.abort(key):
+        if self._gate.leave(key) or self._scheduler.abort(key):
             self._constraints.drop(key)
             self._finished["abort"] += 1
 
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step in flight."""
-        return self._scheduler.has_work or bool(self._in_flight) or bool(self._compiling)
+        return self._scheduler.has_work or bool(self._in_flight) or bool(self._gate)
 
     def step(self) -> StepOutput | None:
         """Plan and launch a step, then wait for the oldest one in flight. None: there was nothing to do."""
-        refused = self._add_compiled() if self._compiling else []
+        refused = self._add_compiled() if self._gate else []
         step = self._scheduler.plan()
         if step is not None:
             if not self._in_flight:
@@ -152,8 +134,8 @@ class Engine:
         started = _started(step) if step is not None else []
         if not self._in_flight or (step is not None and len(self._in_flight) <= self._runner.depth):
             if step is None and not refused:
-                if self._compiling:
-                    wait([one.compiled for one in self._compiling.values()], _COMPILE_POLL, FIRST_COMPLETED)
+                if self._gate:
+                    self._gate.wait()
                 return None
             return StepOutput(np.empty(0, np.int64), np.empty(0, np.int32), started=started, refused=refused)
 
@@ -187,8 +169,7 @@ class Engine:
     def _advance(self, step: Step, retired: Retired) -> list[tuple[int, InvalidRequestError]]:
         """Let constraints follow what a step brought; returns the requests that have to end for it."""
         ours = np.isin(retired.rows, step.constrained)
-        stuck = self._constraints.advance(retired.keys[ours].tolist(), retired.tokens[ours].tolist())
-        failed = {key: _dead_end(grammar) for key, grammar in stuck}
+        failed = dict(self._constraints.advance(retired.keys[ours].tolist(), retired.tokens[ours].tolist()))
         for end in retired.finished:
             self._constraints.drop(end.key)
             self._finished["abort"] += end.key in failed
@@ -199,24 +180,19 @@ class Engine:
     def _add_compiled(self) -> list[tuple[int, InvalidRequestError]]:
         """Queue requests whose grammar is ready; returns those whose grammar is at fault."""
         refused = []
-        for key, one in list(self._compiling.items()):
-            if not one.compiled.done() and time.monotonic() < one.deadline:
+        for one, compiled in self._gate.opened():
+            if isinstance(compiled, InvalidRequestError):
+                refused.append((one.key, compiled))
                 continue
-            del self._compiling[key]
-            try:
-                compiled = _compiled(one.compiled, one.params, 0)
-                self._scheduler.add(key, one.prompt, one.params, priority=one.priority, cache_salt=one.cache_salt)
-            except InvalidRequestError as error:
-                refused.append((key, error))
-            else:
-                self._constraints.add(key, one.params, compiled)
+            self._scheduler.add(one.key, one.prompt, one.params, priority=one.priority, cache_salt=one.cache_salt)
+            self._constraints.add(one.key, one.params, compiled)
         return refused
 
     def load(self) -> Load:
         """Load and counters at this moment."""
         scheduler, counters = self._scheduler, self._scheduler.counters
         return Load(
-            waiting=scheduler.num_waiting + len(self._compiling),
+            waiting=scheduler.num_waiting + len(self._gate),
             waiting_tokens=scheduler.waiting_tokens,
             running=scheduler.num_running,
             prefill_tokens=scheduler.prefill_tokens,
@@ -255,26 +231,3 @@ class Engine:
 
 def _started(step: Step) -> list[tuple[int, int]]:
     return [(a.key, a.cached_tokens) for a in step.admissions if not len(a.output)]
-
-
-def _compiled(future: Future[Compiled], params: SamplingParams, timeout: float) -> Compiled:
-    """Its result. Raises ``InvalidRequestError``, also where it takes too long: it is cached when it comes."""
-    try:
-        return future.result(timeout)
-    except GrammarError as error:
-        raise _refusal(params, str(error)) from None
-    except TimeoutError:
-        raise _refusal(params, f"takes longer than {_COMPILE_SECONDS:g} s to compile: simplify it") from None
-
-
-def _refusal(params: SamplingParams, reason: str) -> InvalidRequestError:
-    if params.structured is not None:
-        return params.structured.refused(reason)
-    return InvalidRequestError(f"bad_words: {reason}", param="bad_words")
-
-
-def _dead_end(grammar: Grammar) -> InvalidRequestError:
-    return grammar.refused(
-        "the answer came to a point from which it could not go on: the grammar is too complex, or stop_token_ids, "
-        "bad_words, allowed_token_ids or logit_bias forbid all that it allows"
-    )

@@ -15,6 +15,7 @@ from nanoengine.engine import Engine, StepOutput
 from nanoengine.errors import InvalidRequestError
 from nanoengine.outputs import Completion, Delta, FinishReason, TokenLogprob
 from nanoengine.request import check_request, token_array
+from nanoengine.sampling.defaults import sampling_defaults
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.step import IntArray
 from nanoengine.text.chat import ChatTemplate
@@ -37,7 +38,9 @@ class LLM:
     def __init__(self, model: str = "smollm2-135m-instruct", **settings: Any) -> None:
         """``settings`` are the fields of ``EngineConfig``. Raises ``ModelLoadError`` or ``ValueError``."""
         config = EngineConfig(model=model, **settings)
-        self.tokenizer = load_tokenizer(resolve_model(config.model, config.revision))
+        files = resolve_model(config.model, config.revision)
+        self.tokenizer = load_tokenizer(files)
+        self.default_params = SamplingParams(**sampling_defaults(config, files))
         self.engine = Engine(config, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
         self._next_key = 0
 
@@ -48,7 +51,8 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[Completion]:
-        """Answer each prompt: a text or its token ids, one or many; ``sampling_params`` one for all or one for each.
+        """Answer each prompt: a text or its token ids, one or many; ``sampling_params`` one for all or one for each,
+        by default ``default_params``, what the model recommends.
 
         Raises ``InvalidRequestError`` before anything is computed if one of them can never be served.
         """
@@ -57,7 +61,7 @@ class LLM:
             for prompt in _as_batch(prompts)
         ]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(arrays)
+            params = [sampling_params or self.default_params] * len(arrays)
         else:
             params = list(sampling_params)
             if len(params) != len(arrays):

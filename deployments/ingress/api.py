@@ -9,29 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from deployments.config import AppArgs
-from deployments.ingress import messages, protocol, responses
+from deployments.config import IngressConfig
+from deployments.ingress import beam, messages, protocol, responses
 from deployments.ingress.chat import ChatPartsFormat
-from deployments.ingress.dialect import TAIL, Dialect
 from deployments.ingress.errors import (
     ApiError,
     bad_request,
+    described,
     from_invalid_request,
     install,
     internal,
@@ -42,16 +39,13 @@ from deployments.ingress.messages import MessagesFormat, MessagesRequest
 from deployments.ingress.protocol import renamed, renaming
 from deployments.ingress.reading import Reading
 from deployments.ingress.responses import ResponsesFormat, ResponsesRequest
+from deployments.ingress.served import Job, Metrics, NewFormat, ServedModel
 from deployments.ingress.streaming import (
     ChatFormat,
     Choice,
-    CompletionFormat,
-    Format,
-    Pieces,
     usage_of,
 )
 from deployments.ingress.tokens import DetokenizeRequest, TokenizeRequest, spelled
-from deployments.ingress.tools.use import ToolUse, constraint
 from deployments.messages import Chunk
 from nanoengine import __version__
 from nanoengine.errors import InvalidRequestError
@@ -59,7 +53,6 @@ from nanoengine.sampling.params import SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 BODY_TIMEOUT_S = 30.0  # for the whole body: a client that never ends it would keep its place in flight for ever
 
 
@@ -71,85 +64,21 @@ NO_GENERATION = (
 """Routes of OpenAI's API, and vLLM's, for other kinds of models."""
 
 
-class Engines(Protocol):
-    """What the API needs of the engines; ``EngineClient`` in production."""
+class _Naming(msgspec.Struct):
+    """Any body that may name a model."""
 
-    @property
-    def max_model_len(self) -> int | None: ...
-
-    def available(self) -> bool: ...
-
-    async def memory(self) -> dict[str, Any]: ...
-
-    def generate(
-        self,
-        prompt: npt.NDArray[np.int32],
-        params: SamplingParams,
-        *,
-        clip: bool,
-        priority: int,
-        cache_salt: str,
-    ) -> AsyncGenerator[Chunk]: ...
-
-
-class Text(Protocol):
-    """What the API needs of a tokenizer; ``TextFrontend`` in production."""
-
-    async def chat(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> npt.NDArray[np.int32]: ...
-
-    async def encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]: ...
-
-    async def decode(self, ids: Sequence[int]) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    @property
-    def dialect(self) -> Dialect: ...
-
-
-class Metrics(Protocol):
-    """What the API counts; ``RequestMetrics`` in production."""
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def next_tokens(self, seconds: float, tokens: int) -> None: ...
-
-    def finished(self, reason: str, seconds: float) -> None: ...
-
-    def rejected(self, reason: str) -> None: ...
-
-
-NewFormat = Callable[[str, int, str, bool, Pieces | None], Format]
-"""Makes a format of: id, time of creation, model, include_usage, and a tokenizer if there are logprobs."""
-
-
-@dataclass(slots=True)
-class Job:
-    """A checked request: what to generate, and in which shape to answer."""
-
-    prompts: list[npt.NDArray[np.int32]]
-    n: int  # choices of each prompt
-    params: SamplingParams
-    clip: bool
-    priority: int
-    cache_salt: str
-    stream: bool
-    format: Format
-    names: Mapping[str, str] = field(default_factory=dict)  # of fields, where a client knows them by other names
+    model: str | None = None
 
 
 class Api:
     """The routes. One instance per ingress replica."""
 
-    def __init__(self, args: AppArgs, engines: Engines, text: Text, metrics: Metrics) -> None:
-        self._args = args
-        self._engines = engines
-        self._text = text
-        self._metrics = metrics
-        self._admission = Admission(args.ingress.max_inflight_requests, args.ingress.retry_after_s)
+    def __init__(self, config: IngressConfig, models: Sequence[ServedModel]) -> None:
+        """The first of ``models`` is that of requests that may leave it out, and counts those that name none."""
+        self._config = config
+        self._models = {name: model for model in models for name in model.names}
+        self._first = models[0]
+        self._admission = Admission(config.max_inflight_requests, config.retry_after_s)
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
@@ -158,17 +87,39 @@ class Api:
         app = FastAPI(title="nanoserve", version=__version__, redirect_slashes=False)
         install(app)
 
-        def post(path: str, model: type[BaseModel], endpoint: Callable[..., Awaitable[Response]]) -> None:
-            schema = {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}
+        definitions: dict[str, Any] = {}  # of the bodies, for the OpenAPI document
+        document = app.openapi
+
+        def openapi() -> dict[str, Any]:
+            document().setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+            return document()
+
+        app.openapi = openapi  # type: ignore[method-assign]
+
+        def get(path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:
+            app.add_api_route(path, endpoint, methods=["GET"], response_model=None, responses=described(path))
+
+        def post(
+            path: str, model: type[BaseModel], endpoint: Callable[..., Awaitable[Response]], streams: bool = False
+        ) -> None:
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            definitions.update(schema.pop("$defs", {}))
+            schema["properties"]["model"]["enum"] = [*self._models]
+            body = {"content": {"application/json": {"schema": schema}}, "required": True}
             app.add_api_route(
-                path, endpoint, methods=["POST"], response_model=None, openapi_extra={"requestBody": schema}
+                path,
+                endpoint,
+                methods=["POST"],
+                response_model=None,
+                responses=described(path, streams),
+                openapi_extra={"requestBody": body},
             )
 
         def generation(path: str, model: type[BaseModel], prepare: Callable[[bytes], Awaitable[Job]]) -> None:
             async def endpoint() -> Response:
                 return _Answer(self, prepare)
 
-            post(path, model, endpoint)
+            post(path, model, endpoint, streams=True)
 
         def computation(path: str, model: type[BaseModel], compute: Callable[[bytes], Awaitable[Any]]) -> None:
             async def endpoint(request: Request) -> Response:
@@ -184,54 +135,49 @@ class Api:
         computation("/tokenize", TokenizeRequest, self._tokenize)
         computation("/detokenize", DetokenizeRequest, self._detokenize)
         for path in NO_GENERATION:
-            app.add_api_route(path, _no_generation, methods=["POST"], response_model=None, include_in_schema=False)
-        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"], response_model=None)
-        app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
-        app.add_api_route("/debug/memory", self.memory, methods=["GET"], response_model=None)
-        app.add_api_route("/version", self.version, methods=["GET"], response_model=None)
+            app.add_api_route(path, self._other_kind, methods=["POST"], response_model=None, include_in_schema=False)
+        get("/v1/models", self.models)
+        get("/v1/models/{name:path}", self.model)
+        get("/health", self.health)
+        get("/debug/memory", self.memory)
+        get("/version", self.version)
         return app
 
     # Routes without a body.
 
     async def models(self) -> Response:
         """Every name that requests may give as ``model``."""
-        return _json({"object": "list", "data": [self._model(name) for name in self._args.model_names]})
+        return _json(
+            {"object": "list", "data": [model.card(name, self._created) for name, model in self._models.items()]}
+        )
 
     async def model(self, name: str) -> Response:
         """One of them. Raises ``ApiError`` (404)."""
-        self._check_model(name)
-        return _json(self._model(name))
+        return _json(self._named(name).card(name, self._created))
 
     async def health(self) -> Response:
         """200 while a request could be served, 503 while no engine is known to be up. No engine is asked."""
-        if not self._engines.available():
-            raise unavailable("no engine replica is up", self._args.ingress.retry_after_s)
+        if not any(model.engines.available() for model in self._models.values()):
+            raise unavailable("no engine replica is up", self._config.retry_after_s)
         return _json({"status": "ok"})
 
-    async def memory(self) -> Response:
-        """Where the memory of one engine replica went, in bytes: another one's perhaps, if asked again."""
-        return _json(await self._engines.memory())
+    async def memory(self, model: str | None = None) -> Response:
+        """Where the memory of one of a model's engine replicas went, in bytes: asked again, perhaps another's."""
+        return _json(await self._named(model).engines.memory())
 
     async def version(self) -> Response:
         return _json({"version": __version__})
 
-    def _model(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "nanoserve",
-            "root": self._args.engine.model,
-            "max_model_len": self._engines.max_model_len,
-        }
-
-    def _check_model(self, name: str) -> None:
-        if name not in self._args.model_names:
-            known = ", ".join(self._args.model_names)
+    def _named(self, name: str | None) -> ServedModel:
+        """The model of a request. Raises ``ApiError`` (404)."""
+        if name is None:
+            return self._first
+        if (model := self._models.get(name)) is None:
+            known = ", ".join(self._models)
             raise ApiError(
                 404, f"no model {name!r} is served here; there is: {known}", param="model", code="model_not_found"
             )
+        return model
 
     # From a body to a job.
 
@@ -239,7 +185,12 @@ class Api:
         def format(reading: Reading) -> NewFormat:
             return ChatFormat if reading.plain else partial(ChatPartsFormat, reading=reading)
 
-        return await self._conversation(protocol.parse(protocol.ChatRequest, body), format, "chatcmpl-")
+        request = protocol.parse(protocol.ChatRequest, body)
+        return await self._named(request.model).conversation(request, format, "chatcmpl-")
+
+    async def _completion(self, body: bytes) -> Job:
+        request = protocol.parse(protocol.CompletionRequest, body)
+        return await self._named(request.model).completion(request)
 
     async def _responses(self, body: bytes) -> Job:
         request = protocol.parse(ResponsesRequest, body)
@@ -247,155 +198,76 @@ class Api:
         def format(reading: Reading) -> NewFormat:
             return partial(ResponsesFormat, reading=reading, request=request)
 
-        chat = request.to_chat(self._text.dialect.switches_thinking)
-        return await self._translated(chat, format, "resp_", responses.NAMES)
+        model = self._named(request.model)
+        chat = request.to_chat(model.text.dialect.switches_thinking)
+        return await _translated(model, chat, format, "resp_", responses.NAMES)
 
     async def _messages(self, body: bytes) -> Job:
         def format(reading: Reading) -> NewFormat:
             return partial(MessagesFormat, reading=reading)
 
-        chat = protocol.parse(MessagesRequest, body).to_chat(self._text.dialect)
-        return await self._translated(chat, format, "msg_", messages.NAMES)
-
-    async def _translated(
-        self,
-        request: protocol.ChatRequest,
-        format: Callable[[Reading], NewFormat],
-        id: str,
-        names: Mapping[str, str],
-    ) -> Job:
-        """The job of a body of another API, whose errors come back in that API's words."""
-        with renaming(names):
-            job = await self._conversation(request, format, id)
-        job.names = names
-        return job
-
-    async def _conversation(
-        self, request: protocol.ChatRequest, format: Callable[[Reading], NewFormat], id: str
-    ) -> Job:
-        self._check(request)
-        if request.top_logprobs is not None and not request.logprobs:
-            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        params = request.sampling(
-            max_tokens=limit if limit is not None else self._args.ingress.default_max_tokens,
-            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        )
-        dialect, tools = self._text.dialect, self._tools(request)
-        prompt = await self._prompt(request, tools)
-        opened = dialect.opened([self._text.token_bytes(int(i)) for i in prompt[-TAIL:]])
-        reading = Reading(tools, opened, include_reasoning=request.include_reasoning is not False)
-        if not reading.plain:
-            structured = constraint(params.structured, tools, dialect, opened)
-            params = replace(params, structured=structured, visible_special_tokens=dialect.visible)
-        return self._job(request, [prompt], params, clip=limit is None, format=format(reading), id=id)
-
-    def _tools(self, request: protocol.ChatRequest) -> ToolUse | None:
-        return ToolUse.of(request.tools, request.tool_choice, request.parallel_tool_calls, self._text.dialect)
-
-    async def _prompt(self, request: protocol.ChatRequest, tools: ToolUse | None) -> npt.NDArray[np.int32]:
-        """The prompt of a conversation. Raises ``InvalidRequestError``."""
-        options: dict[str, Any] = dict(request.chat_template_kwargs or {})
-        if request.add_generation_prompt is not None:
-            options["add_generation_prompt"] = request.add_generation_prompt
-        if tools is not None:
-            options["tools"] = tools.for_template
-        return await self._text.chat([message.for_template() for message in request.messages], options)
-
-    async def _completion(self, body: bytes) -> Job:
-        request = protocol.parse(protocol.CompletionRequest, body)
-        self._check(request, prompts=len(request.prompt))
-        limit = request.max_tokens
-        params = request.sampling(
-            max_tokens=limit if limit is not None else COMPLETION_MAX_TOKENS, logprobs=request.logprobs
-        )
-        special = request.add_special_tokens is not False
-        prompts = [
-            await self._text.encode(prompt, special) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
-            for prompt in request.prompt
-        ]
-        return self._job(request, prompts, params, clip=limit is None, format=CompletionFormat, id="cmpl-")
-
-    def _check(self, request: protocol.Request, prompts: int = 1) -> None:
-        self._check_model(request.model)
-        if request.stream_options is not None and not request.stream:
-            raise bad_request("stream_options needs stream to be true", "stream_options")
-        n, most = request.n or 1, self._args.ingress.max_choices
-        if prompts * n > most:
-            raise bad_request(
-                f"{prompts} prompts times n = {n} is more than {most}, the most choices of a request", "n"
-            )
-        if n > 1 and request.temperature == 0:
-            raise bad_request("n must be 1 at temperature 0: all choices would be the same", "n")
-        if request.priority:  # no scheduling policy reads it yet; silence would promise what is not kept
-            raise bad_request("priority is not served: requests are taken first come, first served", "priority")
-
-    def _job(
-        self,
-        request: protocol.Request,
-        prompts: list[npt.NDArray[np.int32]],
-        params: SamplingParams,
-        *,
-        clip: bool,
-        format: NewFormat,
-        id: str,
-    ) -> Job:
-        pieces = self._text if params.logprobs is not None else None
-        return Job(
-            prompts=prompts,
-            n=request.n or 1,
-            params=params,
-            clip=clip,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
-            stream=bool(request.stream),
-            format=format(id + uuid.uuid4().hex, int(time.time()), request.model, request.include_usage, pieces),
-        )
+        request = protocol.parse(MessagesRequest, body)
+        model = self._named(request.model)
+        return await _translated(model, request.to_chat(model.text.dialect), format, "msg_", messages.NAMES)
 
     # Bodies that ask for no generation.
 
     async def _count_tokens(self, body: bytes) -> dict[str, Any]:
-        chat = protocol.parse(messages.Prompt, body).to_chat(self._text.dialect)
-        self._check_model(chat.model)
+        request = protocol.parse(messages.Prompt, body)
+        model = self._named(request.model)
+        chat = request.to_chat(model.text.dialect)
         with renaming(messages.NAMES):
-            return {"input_tokens": len(await self._prompt(chat, self._tools(chat)))}
+            return {"input_tokens": len(await model.prompt(chat))}
 
     async def _tokenize(self, body: bytes) -> dict[str, Any]:
         request = protocol.parse(TokenizeRequest, body)
-        self._check_model(model := request.model if request.model is not None else self._args.model_names[0])
-        conversation = request.conversation(model)
+        model = self._named(request.model)
+        conversation = request.conversation(model.names[0])
         if conversation is None:
-            ids = await self._text.encode(request.prompt or "", request.add_special_tokens is not False)
+            ids = await model.text.encode(request.prompt or "", request.add_special_tokens is not False)
         else:
-            ids = await self._prompt(conversation, self._tools(conversation))
+            ids = await model.prompt(conversation)
         tokens = ids.tolist()
-        strings = spelled([self._text.token_bytes(i) for i in tokens]) if request.return_token_strs else None
+        strings = spelled([model.text.token_bytes(i) for i in tokens]) if request.return_token_strs else None
         return {
             "count": len(tokens),
-            "max_model_len": self._engines.max_model_len,
+            "max_model_len": model.engines.max_model_len,
             "tokens": tokens,
             "token_strs": strings,
         }
 
     async def _detokenize(self, body: bytes) -> dict[str, Any]:
         request = protocol.parse(DetokenizeRequest, body)
-        self._check_model(request.model if request.model is not None else self._args.model_names[0])
-        size = self._text.vocab_size
+        text = self._named(request.model).text
+        size = text.vocab_size
         if unknown := next((i for i in request.tokens if not 0 <= i < size), None):
             raise bad_request(f"tokens must be from 0 to {size - 1}, and {unknown} is among them", "tokens")
-        return {"prompt": await self._text.decode(request.tokens)}
+        return {"prompt": await text.decode(request.tokens)}
+
+    async def _other_kind(self, request: Request) -> Response:
+        async def refuse(body: bytes) -> None:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # audio routes take forms
+                self._named(msgspec.json.decode(body, type=_Naming).model)
+            raise bad_request(
+                f"{request.url.path} is for another kind of model: those served here generate text, with "
+                "/v1/chat/completions and /v1/completions",
+                "model",
+                "unsupported_model",
+            )
+
+        return await self._reply(refuse, request)
 
     async def _reply(self, compute: Callable[[bytes], Awaitable[Any]], request: Request) -> Response:
         """Serve one request that needs no engine."""
         try:
             with self._admission.slot():
-                return _json(await compute(await _read(request, self._args.ingress.max_body_bytes)))
+                return _json(await compute(await _read(request, self._config.max_body_bytes)))
         except ClientDisconnect:
             return Response(status_code=499)  # and nobody to read it
         except Exception as error:
             failure = self._failure(error)
             if failure.status < 500:
-                self._metrics.rejected(failure.code or "invalid")
+                self._first.metrics.rejected(failure.code or "invalid")
             return failure.response(request.url.path)
 
     # From a job to an answer.
@@ -406,6 +278,7 @@ class Api:
         begun = False  # whether the status has been sent
         reason = "error"
         names: Mapping[str, str] = {}
+        metrics = self._first.metrics
 
         async def respond(response: Response) -> None:
             nonlocal begun
@@ -414,11 +287,11 @@ class Api:
 
         try:
             with self._admission.slot():
-                body = await _read(request, self._args.ingress.max_body_bytes)
+                body = await _read(request, self._config.max_body_bytes)
                 job = await prepare(body)
+                names, metrics = job.names, job.model.metrics
                 choices = [Choice() for _ in range(len(job.prompts) * job.n)]
-                watch = _Stopwatch(self._metrics, start, len(choices))
-                names = job.names
+                watch = _Stopwatch(metrics, start, len(choices))
                 async with aclosing(self._chunks(job)) as chunks:
                     async for index, chunk in chunks:
                         watch.observe(index, chunk.completion_tokens)
@@ -445,14 +318,14 @@ class Api:
             failure = renamed(self._failure(error), names)
             if failure.status < 500:
                 reason = ""
-                self._metrics.rejected(failure.code or "invalid")
+                metrics.rejected(failure.code or "invalid")
             if begun:
                 await send(_body(job.format.error(failure), more=False))
             else:
                 await respond(failure.response(request.url.path))
         finally:
             if reason:
-                self._metrics.finished(reason, time.monotonic() - start)
+                metrics.finished(reason, time.monotonic() - start)
 
     def _failure(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
@@ -464,8 +337,13 @@ class Api:
 
     async def _chunks(self, job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
         """The chunks of all choices, as they come, each with its choice's index. Closing it aborts all of them."""
+        if job.length_penalty is not None:
+            async with aclosing(beam.chunks(job)) as chosen:
+                async for choice in chosen:
+                    yield choice
+            return
         streams = [
-            self._engines.generate(
+            job.model.engines.generate(
                 prompt, _seeded(job.params, i), clip=job.clip, priority=job.priority, cache_salt=job.cache_salt
             )
             for prompt in job.prompts
@@ -492,6 +370,20 @@ class Api:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _translated(
+    model: ServedModel,
+    request: protocol.ChatRequest,
+    format: Callable[[Reading], NewFormat],
+    id: str,
+    names: Mapping[str, str],
+) -> Job:
+    """The job of a body of another API, whose errors come back in that API's words."""
+    with renaming(names):
+        job = await model.conversation(request, format, id)
+    job.names = names
+    return job
 
 
 async def _pump(index: int, stream: AsyncGenerator[Chunk], arrived: asyncio.Queue[tuple[int, Chunk] | None]) -> None:
@@ -567,16 +459,6 @@ async def _read(request: Request, limit: int) -> bytes:
             408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again", code="request_timeout"
         ) from None
     return b"".join(parts)
-
-
-async def _no_generation(request: Request) -> Response:
-    raise ApiError(
-        400,
-        f"{request.url.path} is for another kind of model: those served here generate text, with /v1/chat/completions "
-        "and /v1/completions",
-        param="model",
-        code="unsupported_model",
-    )
 
 
 def _json(value: Any) -> Response:

@@ -8,6 +8,7 @@ Status codes steer retrying clients (the OpenAI SDK retries 408, 409, 429 and 5x
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -26,6 +27,35 @@ _ANTHROPIC_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }  # any other status is the client's to mend: "invalid_request_error"
+
+
+_TEXT = {"type": "string"}
+_OPTIONAL = {"type": ["string", "null"]}
+_OPENAI_ERROR = {
+    "type": "object",
+    "properties": {"message": _TEXT, "type": _TEXT, "param": _OPTIONAL, "code": _OPTIONAL},
+    "required": ["message", "type", "param", "code"],
+}
+_ANTHROPIC_ERROR = {"type": "object", "properties": {"type": _TEXT, "message": _TEXT}, "required": ["type", "message"]}
+
+
+def described(path: str, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route, for the OpenAPI document; ``streams``: it may answer with events."""
+    answer: dict[str, Any] = {"application/json": {}}
+    if streams:
+        answer["text/event-stream"] = {}
+    error = _ANTHROPIC_ERROR if _speaks_anthropic(path) else _OPENAI_ERROR
+    envelope = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    failure = {"content": {"application/json": {"schema": envelope}}}
+    return {
+        200: {"description": "The answer.", "content": answer},
+        "4XX": {"description": "What the client has to mend; 408 and 429 pass by themselves.", **failure},
+        "5XX": {"description": "No engine is up (503), or a fault of the server's.", **failure},
+    }
+
+
+def _speaks_anthropic(path: str) -> bool:
+    return path == ANTHROPIC or path.startswith(ANTHROPIC + "/")
 
 
 class ApiError(Exception):
@@ -53,7 +83,7 @@ class ApiError(Exception):
 
     def body(self, path: str = "") -> bytes:
         """The envelope that clients of ``path`` read, as JSON."""
-        if path == ANTHROPIC or path.startswith(ANTHROPIC + "/"):
+        if _speaks_anthropic(path):
             type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
             message = _shortened(self.message, MAX_MESSAGE)
             return msgspec.json.encode({"type": "error", "error": {"type": type, "message": message}})

@@ -52,8 +52,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "best_of": (1,),
     "prompt_logprobs": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
@@ -146,6 +144,8 @@ class Request(StructuredFields):
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None  # n beams, and the n best answers
+    length_penalty: float | None = Field(None, ge=-10, le=10)  # above 1 for longer answers
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
@@ -153,11 +153,14 @@ class Request(StructuredFields):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's parameters. Raises ``InvalidRequestError`` naming the field that is out of range."""
+    def sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters, of ``defaults`` what the request does not set.
+
+        Raises ``InvalidRequestError`` naming the field that is out of range.
+        """
         asked = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            **asked,
+            **(dict(defaults) | asked),
             logit_bias=self.logit_bias,
             structured=self.structured(),
             stop=tuple(self.stop or ()),

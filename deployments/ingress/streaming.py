@@ -126,6 +126,8 @@ class ChatFormat:
         self._started: set[int] = set()
 
     def event(self, index: int, chunk: Chunk) -> bytes:
+        if _silent(chunk):
+            return b""
         role = b""
         if index not in self._started:  # the role comes with the first text: an event of its own would only cost
             self._started.add(index)
@@ -189,6 +191,8 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}
 
     def event(self, index: int, chunk: Chunk) -> bytes:
+        if _silent(chunk):
+            return b""
         logprobs = b"null"
         if self._pieces and chunk.logprobs is not None:
             logprobs = _json(self._logprobs(chunk.logprobs, self._offsets.get(index, 0)))
@@ -249,6 +253,11 @@ class CompletionFormat:
             "top_logprobs": [{self._token(i): _finite(p) for i, p in info.top} for info in infos],
             "text_offset": offsets,
         }
+
+
+def _silent(chunk: Chunk) -> bool:
+    """Whether there is nothing to tell yet: its text is held back as what may become a stop string, or a character."""
+    return not chunk.text and chunk.finish_reason is None and not chunk.logprobs
 
 
 def _finish(chunk: Chunk) -> bytes:

@@ -11,7 +11,7 @@ from deployments.ingress.protocol import ChatRequest, Message, Tool
 
 
 class TokenizeRequest(BaseModel):
-    """Either ``prompt`` or ``messages``. ``model`` may be left out, as with vLLM: an application serves one model."""
+    """Either ``prompt`` or ``messages``. ``model`` may be left out, as with vLLM: it is the first then."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 

@@ -35,17 +35,21 @@ class Fcfs:
     """First come, first served; the last one in gives way.
 
     The default: nobody starves and it is what a user expects. Its cost is that one long prompt delays the short ones
-    behind it; ``max_prefill_chunk`` bounds that, and the priority and fair policies are for those who need more.
+    behind it; ``max_prefill_chunk`` bounds that.
     """
 
     def __init__(self) -> None:
-        self._queue: list[Sequence] = []  # by arrival, so a preempted sequence goes back to its old place
+        self._queue: list[Sequence] = []  # by ``order``, so a preempted sequence goes back to its old place
+
+    def order(self, seq: Sequence) -> tuple[int, ...]:
+        """What sequences are sorted by, unique."""
+        return (seq.arrival,)
 
     def push(self, seq: Sequence) -> None:
-        insort(self._queue, seq, key=lambda s: s.arrival)
+        insort(self._queue, seq, key=self.order)
 
     def remove(self, seq: Sequence) -> None:
-        index = bisect_left(self._queue, seq.arrival, key=lambda s: s.arrival)
+        index = bisect_left(self._queue, self.order(seq), key=self.order)
         assert self._queue[index] is seq
         del self._queue[index]
 
@@ -56,8 +60,19 @@ class Fcfs:
         return len(self._queue)
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        # The newest has computed the least, and whoever came first must get through.
-        return max(running, key=lambda s: s.arrival)
+        # Whoever comes first in the queue must get through; of equals the newest has computed the least.
+        return max(running, key=self.order)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs}
+class Priority(Fcfs):
+    """The lowest ``priority`` first, as in vLLM; among equals first come, first served.
+
+    A running sequence gives way when blocks run out, not when a more urgent one arrives: it keeps its slot, and what it
+    has computed. A steady flow of urgent requests starves the others, which is what was asked for.
+    """
+
+    def order(self, seq: Sequence) -> tuple[int, ...]:
+        return (seq.priority, seq.arrival)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {"fcfs": Fcfs, "priority": Priority}

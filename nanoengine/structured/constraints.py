@@ -12,6 +12,7 @@ from functools import cached_property
 import llguidance
 import numpy as np
 
+from nanoengine.errors import InvalidRequestError
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.step import IntArray, KeyArray
 from nanoengine.structured import masks
@@ -59,12 +60,12 @@ class Constraints:
             one.narrow(rows[i], self._not_eos)
         return rows
 
-    def advance(self, keys: Iterable[int], tokens: Iterable[int]) -> list[tuple[int, Grammar]]:
-        """Each sequence has this new token. Returns (key, grammar) of those whose grammar does not have it.
+    def advance(self, keys: Iterable[int], tokens: Iterable[int]) -> list[tuple[int, InvalidRequestError]]:
+        """Each sequence has this new token. Returns, by key, the error of those whose grammar does not have it.
 
         That takes a row of which nothing was left to sample, or a grammar that has grown beyond the library's limits.
         """
-        followed, stuck = [], []
+        followed, stuck = [], []  # with their grammars
         for key, token in zip(keys, tokens, strict=True):
             if (one := self._of.get(key)) is None:
                 continue
@@ -77,7 +78,8 @@ class Constraints:
             else:
                 followed.append((key, one.grammar, (one.matcher, token)))
         accepted = self._consume([pair for _, _, pair in followed])
-        return stuck + [(key, grammar) for (key, grammar, _), ok in zip(followed, accepted, strict=True) if not ok]
+        stuck += [(key, grammar) for (key, grammar, _), ok in zip(followed, accepted, strict=True) if not ok]
+        return [(key, _dead_end(grammar)) for key, grammar in stuck]
 
     def _fill(self, matchers: list[tuple[llguidance.LLMatcher, int]], rows: IntArray) -> None:
         """Each matcher's mask into its row."""
@@ -125,3 +127,10 @@ class _Constraint:
                 mask[last // 32] &= np.int32(~(1 << last % 32) if last % 32 < 31 else 0x7FFFFFFF)
         if self._goes_on and (rest := mask & not_eos).any():
             mask[:] = rest
+
+
+def _dead_end(grammar: Grammar) -> InvalidRequestError:
+    return grammar.refused(
+        "the answer came to a point from which it could not go on: the grammar is too complex, or stop_token_ids, "
+        "bad_words, allowed_token_ids or logit_bias forbid all that it allows"
+    )

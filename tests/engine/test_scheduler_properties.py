@@ -18,8 +18,9 @@ from nanoengine.cache.blocks import BlockPool
 from nanoengine.errors import InvalidRequestError
 from nanoengine.runner.synthetic import SyntheticRunner, content
 from nanoengine.sampling.params import SamplingParams
-from nanoengine.scheduling.policies import Fcfs
-from nanoengine.scheduling.scheduler import Limits, Scheduler
+from nanoengine.scheduling.policies import POLICIES
+from nanoengine.scheduling.scheduler import Limits, Retired, Scheduler
+from nanoengine.scheduling.sequence import Sequence
 from nanoengine.scheduling.step import IntArray, Step
 
 VOCAB, EOS = 50, 0
@@ -56,6 +57,7 @@ class Case:
     arrives: int
     aborted: int | None
     salt: str = ""
+    priority: int = 0
     output: list[int] = field(default_factory=list)
     reason: str | None = None
 
@@ -94,7 +96,8 @@ def workloads(draw: st.DrawFn) -> tuple[Limits, int, int, list[Case]]:
         arrives = draw(st.integers(0, 15))
         aborted = draw(st.none() | st.none() | st.integers(0, 12))
         salt = draw(st.sampled_from(["", "", "", "other"]))
-        cases.append(Case(prompt, params, arrives, None if aborted is None else arrives + aborted, salt))
+        ends = None if aborted is None else arrives + aborted
+        cases.append(Case(prompt, params, arrives, ends, salt, draw(st.integers(-1, 1))))
     return limits, num_blocks, draw(st.sampled_from([0, 0, 1, 2])), cases
 
 
@@ -105,7 +108,8 @@ def run(scheduler: Scheduler, runner: SyntheticRunner, cases: list[Case], *, che
     while True:
         for key, case in enumerate(cases):
             if case.arrives == clock:
-                scheduler.add(key, np.array(case.prompt, np.int32), case.params, cache_salt=case.salt)
+                prompt = np.array(case.prompt, np.int32)
+                scheduler.add(key, prompt, case.params, priority=case.priority, cache_salt=case.salt)
             if case.aborted == clock and case.reason is None and scheduler.abort(key):
                 case.reason = "abort"
         if check:
@@ -135,9 +139,11 @@ def run(scheduler: Scheduler, runner: SyntheticRunner, cases: list[Case], *, che
         assert clock < 5000, "no end"
 
 
-def build(limits: Limits, num_blocks: int, depth: int) -> tuple[Scheduler, TinyVocabulary, BlockPool]:
+def build(
+    limits: Limits, num_blocks: int, depth: int, policy: str = "fcfs"
+) -> tuple[Scheduler, TinyVocabulary, BlockPool]:
     pool = BlockPool(num_blocks)
-    scheduler = Scheduler(limits, pool, Fcfs(), model="tiny", eos_token_ids=(EOS,))
+    scheduler = Scheduler(limits, pool, POLICIES[policy](), model="tiny", eos_token_ids=(EOS,))
     runner = TinyVocabulary(
         num_slots=limits.max_num_seqs, num_blocks=num_blocks, block_size=limits.block_size, depth=depth
     )
@@ -156,9 +162,9 @@ def check_outputs(limits: Limits, cases: list[Case]) -> None:
             assert (case.output, case.reason) == (tokens, reason)
 
 
-def check_workload(workload: tuple[Limits, int, int, list[Case]]) -> None:
+def check_workload(workload: tuple[Limits, int, int, list[Case]], policy: str) -> None:
     limits, num_blocks, depth, cases = workload
-    scheduler, runner, pool = build(limits, num_blocks, depth)
+    scheduler, runner, pool = build(limits, num_blocks, depth, policy)
     run(scheduler, runner, cases)
     check_outputs(limits, cases)
     scheduler.check_idle()
@@ -169,17 +175,54 @@ def check_workload(workload: tuple[Limits, int, int, list[Case]]) -> None:
 
 
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(workloads())
-def test_any_workload_reads_the_right_blocks_and_leaks_none(workload: tuple[Limits, int, int, list[Case]]) -> None:
-    check_workload(workload)
+@given(workloads(), st.sampled_from([*POLICIES]))
+def test_any_workload_reads_the_right_blocks_and_leaks_none(
+    workload: tuple[Limits, int, int, list[Case]], policy: str
+) -> None:
+    check_workload(workload, policy)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(workloads())
-def test_many_more_workloads(workload: tuple[Limits, int, int, list[Case]]) -> None:
-    check_workload(workload)
+@given(workloads(), st.sampled_from([*POLICIES]))
+def test_many_more_workloads(workload: tuple[Limits, int, int, list[Case]], policy: str) -> None:
+    check_workload(workload, policy)
+
+
+@pytest.mark.parametrize(("policy", "order"), [("fcfs", [0, 1, 2, 3, 4]), ("priority", [3, 1, 4, 0, 2])])
+def test_the_order_of_admission(policy: str, order: list[int]) -> None:
+    scheduler, runner, _ = build(Limits(1, 8, 8, 32, 4, VOCAB), 16, 0, policy)
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    cases = [Case([7, key + 1], params, 0, None, priority=priority) for key, priority in enumerate([5, 0, 5, -2, 0])]
+    ended: list[int] = []
+    retire = scheduler.retire
+
+    def noting(step: Step, tokens: IntArray) -> Retired:
+        retired = retire(step, tokens)
+        ended.extend(end.key for end in retired.finished)
+        return retired
+
+    scheduler.retire = noting  # type: ignore[method-assign]
+    run(scheduler, runner, cases)
+    assert ended == order
+
+
+def test_the_least_urgent_gives_way() -> None:
+    """Two sequences outgrow the pool: the one with the higher number is preempted, though it came first."""
+    scheduler, runner, _ = build(Limits(2, 16, 16, 32, 4, VOCAB), 8, 0, "priority")
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    cases = [Case([1, 2, 3], params, 0, None, priority=1), Case([4, 5, 6], params, 0, None, priority=0)]
+    preempted: list[int] = []
+    preempt = scheduler._preempt
+
+    def noting(seq: Sequence) -> None:
+        preempted.append(seq.key)
+        preempt(seq)
+
+    scheduler._preempt = noting  # type: ignore[method-assign]
+    run(scheduler, runner, cases)
+    assert set(preempted) == {0}
 
 
 def test_the_stand_in_sees_a_corrupted_block() -> None:

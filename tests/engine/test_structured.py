@@ -301,7 +301,7 @@ def run(
         for key, error in output.refused:
             outputs[key] = (outputs[key][0], str(error))
     assert not len(engine._constraints), "a constraint was left behind"
-    assert not engine._compiling
+    assert not engine._gate
     return outputs
 
 
@@ -408,7 +408,7 @@ def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatc
 
 def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = synthetic(0)
-    monkeypatch.setattr("nanoengine.engine._COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr("nanoengine.structured.gate._SECONDS", 0.05)
     monkeypatch.setattr(compiler_module, "_matcher", lambda *_: time.sleep(1))
     ((output, ended),) = run(engine, {0: ("a", SamplingParams(structured=DATE), 0, None)}).values()
     assert output == []

@@ -12,11 +12,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from deployments.config import AppArgs
-from deployments.ingress.api import Api
 from deployments.ingress.text import TextFrontend
 from nanoengine.text.token_bytes import BYTE_LEVEL
 from nanoengine.text.tokenizer import Tokenizer
-from tests.serve.fakes import FakeEngines, FakeMetrics
+from tests.serve.fakes import FakeEngines, FakeMetrics, api_of
 
 CHAT = "/v1/chat/completions"
 HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -67,7 +66,7 @@ class Conversation:
         self.engines, self.metrics = FakeEngines(), FakeMetrics()
         self.tokenizer = tokenizer(kind)
         self.text = TextFrontend(self.tokenizer, threads=1)
-        self.api = Api(AppArgs.model_validate({"served_model_names": ["m"]}), self.engines, self.text, self.metrics)
+        self.api = api_of(AppArgs.model_validate({"served_model_names": ["m"]}), self.engines, self.text, self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api.app()), base_url="http://test")
 
     def says(self, text: str, cuts: Sequence[int] | None = None) -> None:

@@ -10,7 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from deployments.config import AppArgs
+from deployments.ingress.api import Api
 from deployments.ingress.errors import ApiError
+from deployments.ingress.served import Engines, ServedModel, Text
 from deployments.messages import Chunk, TokenInfo
 from nanoengine.sampling.params import SamplingParams
 
@@ -85,3 +88,8 @@ class FakeMetrics:
 
 def dead_engine() -> ApiError:
     return ApiError(503, "the engine has ended", type="server_error", code="engine_unavailable", retry_after=1)
+
+
+def api_of(args: AppArgs, engines: Engines, text: Text, metrics: FakeMetrics) -> Api:
+    """The API of an application with one model."""
+    return Api(args.ingress, [ServedModel(args, args.ingress, engines, text, metrics)])

@@ -12,12 +12,11 @@ import pytest
 from ray.exceptions import TaskCancelledError
 
 from deployments.config import AppArgs
-from deployments.ingress.api import Api
 from deployments.ingress.errors import overloaded
 from deployments.ingress.text import TextFrontend
 from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import resolve_model
-from tests.serve.fakes import FakeEngines, FakeMetrics, dead_engine
+from tests.serve.fakes import FakeEngines, FakeMetrics, api_of, dead_engine
 
 TOKENIZER = load_tokenizer(resolve_model("synthetic"))  # a token is a byte
 PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"  # of MESSAGES
@@ -35,7 +34,7 @@ class Service:
                 "ingress": {"max_inflight_requests": 4, "max_body_bytes": 4096, "max_choices": 8},
             }
         )
-        self.api = Api(args, self.engines, TextFrontend(TOKENIZER, threads=1), self.metrics)
+        self.api = api_of(args, self.engines, TextFrontend(TOKENIZER, threads=1), self.metrics)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.api.app()), base_url="http://test")
 
     async def post(self, path: str, **body: Any) -> httpx.Response:

@@ -500,6 +500,39 @@ def test_frozen_engine(cluster: Cluster) -> None:
     eventually(lambda: not engine.is_running(), 15, "its end")
 
 
+# -- several models ----------------------------------------------------------------------------------------------------
+
+
+def test_two_models_of_one_application(cluster: Cluster) -> None:
+    """Each has its own deployment; what one does is nothing to the other."""
+    data = fixed(1)
+    app = data["applications"][0]
+    engine = app["args"].pop("engine")
+    del app["args"]["served_model_names"]
+    slow = {**engine, "synthetic": {**engine["synthetic"], "step_seconds": 0.05}}
+    app["args"]["models"] = [
+        {"served_model_names": ["fast"], "engine": engine},
+        {"served_model_names": ["slow"], "engine": slow, "deployment": "SlowReplica"},
+    ]
+    block = next(d for d in app["deployments"] if d["name"] == "EngineReplica")
+    app["deployments"].append({**block, "name": "SlowReplica"})
+    cluster.deploy(data)
+    with httpx.Client(base_url=cluster.url, timeout=30) as http:
+        body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+
+        def ask(model: str) -> tuple[float, httpx.Response]:
+            start = time.monotonic()
+            response = http.post("/v1/completions", json={"model": model, **body})
+            return time.monotonic() - start, response
+
+        for model in ("fast", "slow"):
+            eventually(lambda name=model: ask(name)[1].status_code == 200, 30, model)  # type: ignore[misc]
+        fast, slowly = ask("fast"), ask("slow")
+        assert [answer.json()["model"] for _, answer in (fast, slowly)] == ["fast", "slow"]
+        assert slowly[0] > 20 * 0.05 > fast[0]
+        assert ask("other")[1].status_code == 404
+
+
 # -- scale -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,10 +13,9 @@ import jsonschema
 import pytest
 
 from deployments.config import AppArgs
-from deployments.ingress.api import Api
 from deployments.ingress.text import TextFrontend
 from tests.engine.structured_cases import write_tiny_llm
-from tests.serve.fakes import FakeMetrics
+from tests.serve.fakes import FakeMetrics, api_of
 from tests.serve.test_api import CHAT, COMPLETION, MESSAGES, envelope
 from tests.serve.tiny_engine import TinyEngines
 
@@ -45,7 +44,7 @@ class Service:
         self.engines = engines
         self.tokenizer = engines.tokenizer
         args = AppArgs.model_validate({"served_model_names": ["m"], "ingress": {"default_max_tokens": 400}})
-        api = Api(args, engines, TextFrontend(engines.tokenizer, threads=1), FakeMetrics())
+        api = api_of(args, engines, TextFrontend(engines.tokenizer, threads=1), FakeMetrics())
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(api.app()), base_url="http://test", timeout=60)
 
     async def post(self, path: str, **body: Any) -> httpx.Response:

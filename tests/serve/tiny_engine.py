@@ -31,7 +31,12 @@ class TinyEngines:
         self.engine = Engine(config, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
         self._keys = itertools.count()
         self._made: dict[int, Made] = {}
+        self._answers: dict[int, Answer] = {}
         self._errors: dict[int, Exception] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.info.max_model_len
 
     def available(self) -> bool:
         return True
@@ -44,10 +49,10 @@ class TinyEngines:
     ) -> AsyncGenerator[Chunk]:
         room = self.engine.info.max_model_len - len(prompt)
         if clip and params.max_tokens is not None:
-            params = replace(params, max_tokens=min(params.max_tokens, room))
+            params = replace(params, max_tokens=min(params.max_tokens, max(1, room)))
         key, answer = next(self._keys), Answer(self.tokenizer, params, prompt.tolist())
-        self.engine.add(key, prompt, params, cache_salt=cache_salt)
-        self._made[key] = Made()
+        self.engine.add(key, prompt, params, priority=priority, cache_salt=cache_salt)
+        self._made[key], self._answers[key] = Made(), answer
         try:
             while True:
                 while not (self._made[key].tokens or self._made[key].finish_reason) and key not in self._errors:
@@ -72,13 +77,16 @@ class TinyEngines:
                 if delta.finish_reason is not None:
                     return
         finally:
-            del self._made[key]
+            del self._made[key], self._answers[key]
             self.engine.abort(key)
 
     def _step(self) -> None:
         output = self.engine.step()
         if output is None:
             return
+        for key, cached in output.started:
+            if key in self._answers:
+                self._answers[key].cached_tokens = cached
         keys = output.keys.tolist()
         for index, (key, token) in enumerate(zip(keys, output.tokens.tolist(), strict=True)):
             if key in self._made:
