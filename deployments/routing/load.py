@@ -160,7 +160,7 @@ class Fleet:
             del held.by_request[request]
         self.own[slot] -= 1
 
-    def backlog(self, slots: npt.NDArray[np.intp], now: float) -> Floats:
+    def backlog(self, slots: npt.NDArray[np.intp] | slice, now: float) -> Floats:
         """Prompt tokens ahead of a new request at each of ``slots``."""
         return np.maximum(0.0, self.work[slots] - self.rate[slots] * (now - self.worked_at[slots]))
 
