@@ -15,7 +15,7 @@ from deployments.routing.load import Floats
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The replicas that may serve a request, at this instant: arrays of one length, at least 1."""
+    """The replicas that may serve a request, at this instant: arrays of one length, at least 1. Not to be changed."""
 
     names: Sequence[str]  # unique ids by slot
     slots: npt.NDArray[np.intp]
