@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -29,6 +30,11 @@ _NO_TOKENS: IntArray = np.empty(0, np.int32)
 # A sequence whose next block another one is computing waits at most this many plans for it. The other one's prefill is
 # always under way, so this only bounds how long many chunks of a very long shared prompt can delay a short one.
 _MAX_HELD_PLANS = 256
+
+# Of a step that running prefills would fill, one in so many tokens is for waiting prompts that fit into it whole. More
+# would be faster for them, and slower for the long ones: these take at most 4/3 of their time.
+_SHORT_SHARE = 4
+_MAX_OVERTAKEN = 32  # waiting sequences that are looked at for it: each costs a look into the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,10 @@ class Counters:
 
 
 class Scheduler:
-    """One token budget a step: running decodes first, then running prefills, then newly admitted prompts in chunks."""
+    """One token budget a step: running decodes first, then running prefills, then newly admitted prompts in chunks.
+
+    A part of the budget that long prefills would take whole is kept for short prompts that wait: see ``_SHORT_SHARE``.
+    """
 
     def __init__(
         self, limits: Limits, pool: BlockPool, policy: Policy, *, model: str = "", eos_token_ids: tuple[int, ...] = ()
@@ -188,11 +197,19 @@ class Scheduler:
         preemptions = self.counters.preemptions
         decodes = self._ready_decodes()
         budget = self.limits.max_num_batched_tokens - len(decodes)
-        chunks = self._continue_prefills(budget)
-        budget -= sum(count for _, count in chunks)
+        chunks: list[tuple[Sequence, int]] = []
         admissions: list[Admission] = []
-        if preemptions == self.counters.preemptions and all(s.status is Status.FINISHED for s in self._leaving):
-            # Blocks that a preemption frees are for those who run: admitting into them would preempt again at once.
+        # Blocks that a preemption frees are for those who run: admitting into them would preempt again at once.
+        admits = preemptions == self.counters.preemptions and all(s.status is Status.FINISHED for s in self._leaving)
+        running = self._continue_prefills(budget)
+        if admits and running and sum(count for _, count in running) == budget:
+            self._admit(budget // _SHORT_SHARE, chunks, admissions, whole=True)
+            if chunks:
+                budget -= sum(count for _, count in chunks)
+                running = self._continue_prefills(budget, admitted=len(chunks))
+        chunks += running
+        budget -= sum(count for _, count in running)
+        if admits:
             self._admit(budget, chunks, admissions)
         if not len(decodes) and not chunks:
             return None
@@ -276,9 +293,10 @@ class Scheduler:
             ready &= ~np.isin(decodes, list(stalled))
         return decodes[ready]
 
-    def _continue_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
+    def _continue_prefills(self, budget: int, admitted: int = 0) -> list[tuple[Sequence, int]]:
+        """Pieces of the running prefills, without the newest, which this step has ``admitted``."""
         slots, chunks = self._slots, []
-        for seq in self._prefilling:
+        for seq in self._prefilling[: len(self._prefilling) - admitted]:
             if budget == 0:
                 break
             left = int(slots.tokens[seq.slot] - slots.scheduled[seq.slot])
@@ -287,10 +305,14 @@ class Scheduler:
             budget -= count
         return chunks
 
-    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]], admissions: list[Admission]) -> None:
+    def _admit(
+        self, budget: int, chunks: list[tuple[Sequence, int]], admissions: list[Admission], *, whole: bool = False
+    ) -> None:
+        """Take waiting sequences in, in the policy's order. ``whole``: only those whose prefill this step completes,
+        past others, so that a short prompt does not wait for a long one to be computed."""
         slots, pool, block_size = self._slots, self._pool, self.limits.block_size
         admitted: list[Sequence] = []
-        for seq in self._policy:
+        for seq in islice(self._policy, _MAX_OVERTAKEN if whole else None):
             if budget == 0 or len(admitted) == len(slots.free):
                 break
             if seq.held_for is not None and seq.held_for in self._computing and seq.held_plans < _MAX_HELD_PLANS:
@@ -309,6 +331,9 @@ class Scheduler:
                     if seq.held_for in self._computing and seq.held_plans < _MAX_HELD_PLANS:
                         seq.held_plans += 1
                         continue
+            left = length - len(hits) * block_size
+            if whole and left > min(budget, self.limits.max_prefill_chunk):
+                continue
             need = -(-length // block_size) - len(hits)
             room = pool.available - pool.idle(hits) - need
             if room < (self.limits.watermark_blocks if self._running or admitted else 0):
@@ -324,7 +349,7 @@ class Scheduler:
                 for key in seq.block_keys[len(hits) :]:
                     self._computing.setdefault(key, seq)
             admitted.append(seq)
-            count = min(length - len(hits) * block_size, budget, self.limits.max_prefill_chunk)
+            count = min(left, budget, self.limits.max_prefill_chunk)
             chunks.append((seq, count))
             budget -= count
         for seq in admitted:
