@@ -145,18 +145,19 @@ def test_an_abort_before_there_was_room(folder: Path) -> None:
     """Case C12: a prefix that is there, and no room for the rest, again and again."""
     run, prefix = Run(build(folder, num_blocks=24, max_num_seqs=4)), ids(16)
     run.answer(prefix)
-    long = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
-    for seed in (1, 2):
-        run.add(prefix + ids(20, seed), replace(long, max_tokens=30))
-    run.step()
-    run.step()
     waiting = prefix + ids(40, 3)
-    for _ in range(25):
-        key = run.add(waiting, replace(long, max_tokens=1))
-        run.step()  # which also checks each reference count against its owners
-        assert run.engine.load().waiting == 1
-        run.engine.abort(key)
-        run.engine.check()
+    for turn in range(10):
+        for seed in (1, 2):
+            run.add(prefix + ids(20, 10 * turn + seed), replace(GREEDY, max_tokens=12))
+        run.step()
+        run.step()
+        for _ in range(8):
+            key = run.add(waiting, replace(GREEDY, max_tokens=1))
+            run.step()  # which also checks each reference count against its owners
+            assert run.engine.load().waiting == 1
+            run.engine.abort(key)
+            run.engine.check()
+        run.until_idle()
     key = run.add(waiting)
     run.until_idle()
     assert run.tokens[key] == alone(folder, waiting).tokens[0]

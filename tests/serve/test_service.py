@@ -192,6 +192,28 @@ def test_completions_with_the_openai_client(client: openai.OpenAI) -> None:
     assert texts[0]
 
 
+def test_scores_and_token_ids_come_all_the_way(client: openai.OpenAI) -> None:
+    """From the engine's process through the replica and its channel."""
+    extra = {"prompt_logprobs": 2, "return_token_ids": True}
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "prompt": "a" * 100,
+        "max_tokens": 5,
+        "seed": 1,
+        "echo": True,
+        "logprobs": 1,
+    }
+    choice = client.completions.create(**asked, extra_body=extra).choices[0]
+    assert choice.text.startswith("a" * 100)
+    assert choice.logprobs is not None
+    scores = (choice.logprobs.token_logprobs or [])[:100]
+    assert scores[0] is None
+    assert len(set(scores)) > 50
+    found = choice.model_dump()
+    assert (found["prompt_token_ids"], len(found["token_ids"])) == ([97] * 100, 5)
+    assert [entry and entry["97"]["logprob"] for entry in found["prompt_logprobs"]] == scores
+
+
 def test_answer_is_the_same_with_and_without_a_token_channel(http: httpx.Client) -> None:
     """This process has no channel to the replica, so its call's chunks come through Serve's stream."""
     handle = serve.get_deployment_handle("EngineReplica", "llm").options(method_name="generate", stream=True)
