@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.routing.index import PrefixIndex
-from deployments.routing.load import SILENT_S, Fleet, Floats, LoadReport, ReplicaInfo
+from deployments.routing.load import SILENT_S, Fleet, LoadReport, ReplicaInfo
 from deployments.routing.policies.base import Candidates, RoutingPolicy
 from deployments.routing.policies.power_of_two import PowerOfTwo
 from nanoengine.cache.events import PrefixEvents
@@ -45,7 +45,7 @@ class Question:
     request: RouteRequest
     hashes: HashArray
     depth: npt.NDArray[np.int64]  # leading blocks that each slot holds
-    cached: Floats  # tokens of them that its engine can use
+    cached: npt.NDArray[np.int64]  # tokens of them that its engine can use
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class RoutingCore:
         self._names: list[str] = []  # by slot; "" where it is free
         self._free: list[int] = []
         self._live: npt.NDArray[np.intp] = np.empty(0, np.intp)  # slots of replicas that there are
-        self._grain: Floats = np.zeros(0)  # block size of each slot's engine
+        self._grain: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # block size of each slot's engine
         self._roots: dict[tuple[str, str], int] = {}
         self._model = ""
 
@@ -112,7 +112,7 @@ class RoutingCore:
             self._names.append(name)
             self.index.widen(slot + 1)
             self.fleet.widen(slot + 1)
-            self._grain = np.concatenate((self._grain, [1.0]))
+            self._grain = np.concatenate((self._grain, [1]))
         replica = self._replicas[name] = _Replica(slot, info)
         self._set_info(replica, info)
         self.fleet.join(slot, now)
@@ -178,7 +178,8 @@ class RoutingCore:
             hashes = NO_HASHES
         depth = self.index.match(hashes)
         # An engine finds whole blocks of its own size, and always computes the last token.
-        cached = np.minimum(depth * ROUTER_BLOCK, max(0, length - 1)) // self._grain * self._grain
+        cached = np.minimum(depth * ROUTER_BLOCK, max(0, length - 1))
+        cached -= cached % self._grain
         return Question(request, hashes, depth, cached)
 
     def _root(self, salt: str) -> int:
