@@ -21,7 +21,6 @@ from deployments.routing.policies.base import Candidates, RoutingPolicy
 from deployments.routing.policies.power_of_two import PowerOfTwo
 from nanoengine.cache.events import PrefixEvents
 from nanoengine.cache.prefix_hash import ROUTER_BLOCK, HashArray, prefix_hashes, prefix_root
-from nanoengine.scheduling.step import IntArray
 
 logger = logging.getLogger("ray.serve")
 
@@ -33,7 +32,7 @@ NO_HASHES: HashArray = np.empty(0, np.uint64)
 class RouteRequest:
     """What is known of a call before it has a replica."""
 
-    prompt: IntArray  # int32 [prompt length]; empty where the call brought none
+    prompt: npt.NDArray[np.int32]  # int32 [prompt length]; empty where the call brought none
     cache_salt: str = ""
     session: str = ""
 
