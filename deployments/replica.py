@@ -163,6 +163,7 @@ class EngineReplica:
             slowdown=load.step_decode / full_step if measured else 0.0,
             harm_s=load.step_decode * self._output_tokens,
             fullness=load.blocks_filled / load.blocks_total if load.blocks_total else 0.0,
+            prefixes=self._held.seq,
         )
 
     async def _tell_routers(self) -> None:
@@ -171,7 +172,8 @@ class EngineReplica:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._arrived.wait(), REPORT_PERIOD_S)
             self._arrived.clear()
-            self._channels.tell(self._report(number), self._held.changes())
+            prefixes = self._held.changes()
+            self._channels.tell(self._report(number), prefixes)
             await asyncio.sleep(REPORT_GAP_S)
 
     def _compare(self, call: GenerateCall, delta: Delta) -> None:

@@ -30,13 +30,14 @@ _SECOND = np.uint64(0xD6E8FEB86659FD93)  # odd: spreads a hash again, for its se
 Places = npt.NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Expected:
     """Blocks of one prompt that a replica will soon hold."""
 
     deadline: float
     slot: int
     hashes: list[int]
+    alone: list[_Expected]  # itself: of most hashes it is all there is, and then one list serves them all
 
 
 class _Rows:
@@ -76,7 +77,7 @@ class PrefixIndex:
         self._rows = _Rows()
         self._allocate(places // PLACES)
         self._sweeping: dict[int, int] = {}  # slot that was dropped -> buckets swept of it so far
-        self._expected: dict[int, dict[int, float]] = {}  # hash -> slot -> deadline
+        self._expected: dict[int, list[_Expected]] = {}  # by hash
         self._deadlines: deque[_Expected] = deque()
 
     def _allocate(self, buckets: int) -> None:
@@ -265,26 +266,22 @@ class PrefixIndex:
 
     def expect(self, slot: int, hashes: HashArray, deadline: float) -> None:
         """``slot`` will hold these by ``deadline``, or has told so itself by then. Deadlines are about in order."""
-        blocks = hashes.tolist()
-        for hash in blocks:
-            holders = self._expected.get(hash)
-            if holders is None:
-                self._expected[hash] = {slot: deadline}
-            elif holders.get(slot, deadline) <= deadline:
-                holders[slot] = deadline
-        if blocks:
-            self._deadlines.append(_Expected(deadline, slot, blocks))
+        new, known = _Expected(deadline, slot, hashes.tolist(), []), self._expected
+        new.alone.append(new)
+        for hash in new.hashes:
+            known[hash] = [*known[hash], new] if hash in known else new.alone
+        self._deadlines.append(new)
 
     def expire(self, now: float) -> None:
         """Forget what was expected until now. One whose deadline is late holds up those after it, and no more."""
         while self._deadlines and self._deadlines[0].deadline <= now:
             old = self._deadlines.popleft()
             for hash in old.hashes:
-                holders = self._expected.get(hash)
-                if holders is not None and holders.get(old.slot, now + 1) <= now:
-                    del holders[old.slot]
-                    if not holders:
-                        del self._expected[hash]
+                others = [one for one in self._expected[hash] if one is not old]
+                if others:
+                    self._expected[hash] = others
+                else:
+                    del self._expected[hash]
 
     # -- the question --------------------------------------------------------------------------------------------
 
@@ -295,21 +292,29 @@ class PrefixIndex:
         start, count = 0, 64  # most prompts end, or are unknown, within the first piece
         alive: HashArray | None = None
         while start < len(hashes):
-            bits = self._holders(hashes[start : start + count])
+            piece = hashes[start : start + count]
+            bits = self._holders(piece)
+            if not len(bits):
+                break
             if alive is not None:
                 bits[0] &= alive
             bits = np.bitwise_and.accumulate(bits, axis=0)
             alive = bits[-1]
             every = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")
-            depth += every.sum(axis=0, dtype=np.int64)[:slots]
-            if not alive.any():
+            depth += every.sum(axis=0, dtype=np.uint16)[:slots]
+            if len(bits) < len(piece) or not alive.any():
                 break
-            start, count = start + count, 4 * count
+            start, count = start + count, min(4 * count, 1 << 14)
         return depth
 
     def _holders(self, hashes: HashArray) -> HashArray:
-        """The slots that hold each hash, as bits, uint64 [n, words]."""
+        """The slots that hold each hash, as bits, uint64 [n, words]; up to the first hash that none holds."""
         found, places = self._find(hashes)
+        expected = [self._expected.get(hash, ()) for hash in hashes.tolist()] if self._expected else []
+        held = found | np.fromiter(map(bool, expected), np.bool_, len(expected)) if expected else found
+        if not held.all():
+            end = int(held.argmin())
+            hashes, found, places, expected = hashes[:end], found[:end], places[:end], expected[:end]
         holders = self._holder[places]
         shared = (holders & _SHARED) != 0
         bits = np.zeros((len(hashes), self._rows.bits.shape[1]), np.uint64)
@@ -318,8 +323,7 @@ class PrefixIndex:
         bits[alone, first >> 6] = _ONE << (first & 63).astype(np.uint64)
         several = np.flatnonzero(found & shared)
         bits[several] = self._rows.bits[(holders[several] & ~_SHARED).astype(np.intp)]
-        if self._expected:
-            for i, hash in enumerate(hashes.tolist()):
-                for slot in self._expected.get(hash, ()):
-                    bits[i, slot >> 6] |= _ONE << np.uint64(slot & 63)
+        for i, soon in enumerate(expected):
+            for one in soon:
+                bits[i, one.slot >> 6] |= _ONE << np.uint64(one.slot & 63)
         return bits

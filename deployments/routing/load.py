@@ -37,6 +37,7 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     slowdown: float = 0.0  # of prefill, by each active sequence, as a fraction
     harm_s: float = 0.0  # seconds that one more sequence will cost each of the others, till it ends
     fullness: float = 0.0  # fraction of KV blocks that hold something: what comes now evicts something else
+    prefixes: int = 0  # number of its last prefix events: a router that has fewer has missed some
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class Fleet:
             del held.by_request[request]
         self.own[slot] -= 1
 
-    def backlog(self, slots: npt.NDArray[np.intp], now: float) -> Floats:
+    def backlog(self, slots: npt.NDArray[np.intp] | slice, now: float) -> Floats:
         """Prompt tokens ahead of a new request at each of ``slots``."""
         return np.maximum(0.0, self.work[slots] - self.rate[slots] * (now - self.worked_at[slots]))
 

@@ -161,10 +161,10 @@ class EngineRouter(RequestRouter):
         self._reading = False
         while self._news:
             replica, load, prefixes = self._news.popleft()
-            if load is not None:
-                self._core.load(replica, load)
             for events in prefixes:
                 self._core.prefixes(replica, events)
+            if load is not None:  # after the events that it knows of
+                self._core.load(replica, load)
         now = time.monotonic()
         if now - self._tended_at > TEND_S:
             self._tended_at = now

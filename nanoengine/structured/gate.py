@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from dataclasses import dataclass
 from nanoengine.errors import InvalidRequestError
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.step import IntArray
-from nanoengine.structured.compiler import Compiled, Compiler, GrammarError
+from nanoengine.structured.compiler import Compiled, Compiler
+from nanoengine.structured.matcher import GrammarError
 
-_SECONDS = 10.0  # for one grammar
 _POLL = 0.005  # seconds between looks, where nothing else is to be done
 
 
@@ -26,7 +25,6 @@ class Waiting:
     priority: int
     cache_salt: str
     compiled: Future[Compiled]
-    deadline: float
 
 
 class Gate:
@@ -41,21 +39,27 @@ class Gate:
 
     def enter(self, key: int, prompt: IntArray, params: SamplingParams, priority: int, cache_salt: str) -> None:
         """Begin to compile what the request asks for."""
-        deadline = time.monotonic() + _SECONDS
-        self._waiting[key] = Waiting(key, prompt, params, priority, cache_salt, self._compiler(params), deadline)
+        self._waiting[key] = Waiting(key, prompt, params, priority, cache_salt, self._compiler(params))
 
     def leave(self, key: int) -> bool:
-        """Whether the request waited here; it does not any more."""
-        return self._waiting.pop(key, None) is not None
+        """Whether the request waited here; it does not any more.
+
+        A grammar that nobody else waits for is not begun: who sends many and leaves would keep others waiting.
+        """
+        if (left := self._waiting.pop(key, None)) is None:
+            return False
+        if all(one.compiled is not left.compiled for one in self._waiting.values()):
+            left.compiled.cancel()
+        return True
 
     def opened(self) -> Iterator[tuple[Waiting, Compiled | InvalidRequestError]]:
         """Those whose grammar is ready, or found to be at fault: they wait no longer."""
         for key, one in list(self._waiting.items()):
-            if not one.compiled.done() and time.monotonic() < one.deadline:
+            if not one.compiled.done():
                 continue
             del self._waiting[key]
             try:
-                yield one, _result(one.compiled, one.params, 0)
+                yield one, _result(one.compiled, one.params)
             except InvalidRequestError as error:
                 yield one, error
 
@@ -65,17 +69,14 @@ class Gate:
 
     def check(self, params: SamplingParams) -> None:
         """Compile what ``params`` ask for, and wait for it. Raises ``InvalidRequestError``."""
-        _result(self._compiler(params), params, _SECONDS)
+        _result(self._compiler(params), params)
 
 
-def _result(compiled: Future[Compiled], params: SamplingParams, timeout: float) -> Compiled:
-    """Raises ``InvalidRequestError``, also where it takes too long: it is cached when it comes."""
+def _result(compiled: Future[Compiled], params: SamplingParams) -> Compiled:
+    """Waits for it. Raises ``InvalidRequestError``."""
     try:
-        return compiled.result(timeout)
+        return compiled.result()
     except GrammarError as error:
-        reason = str(error)
-    except TimeoutError:
-        reason = f"takes longer than {_SECONDS:g} s to compile: simplify it"
-    if params.structured is not None:
-        raise params.structured.refused(reason)
-    raise InvalidRequestError(f"bad_words: {reason}", param="bad_words")
+        if params.structured is not None:
+            raise params.structured.refused(str(error)) from None
+        raise InvalidRequestError(f"bad_words: {error}", param="bad_words") from None

@@ -11,7 +11,7 @@ from nanoengine.errors import InvalidRequestError
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
 MAX_TEXT = 1 << 18  # characters: what a schema of thousands of fields takes
-_MAX_GRAMMAR = 1 << 16  # characters of Lark or GBNF, which Python translates, in quadratic time
+_MAX_GRAMMAR = 1 << 16  # characters of Lark or GBNF, or of a regular expression: they take quadratic time
 MAX_CHOICES = 4096
 _MAX_DEPTH = 64  # of nesting in a schema: libraries recurse where it nests
 
@@ -31,7 +31,7 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise self.refused(f"kind must be one of {', '.join(get_args(Kind))}")
-        most = _MAX_GRAMMAR if self.kind == "grammar" else MAX_TEXT
+        most = _MAX_GRAMMAR if self.kind in ("grammar", "regex") else MAX_TEXT
         if not isinstance(self.text, str) or len(self.text) > most:
             raise self.refused(f"must be a text of at most {most} characters")
         self._check_characters(self.text)

@@ -48,6 +48,8 @@ def _prepared(schema: Any, multiples: set[int]) -> Any:
             pass  # asks for nothing, and the library refuses the word
         else:
             if key == "multipleOf" and _is_number(value):
+                if value <= 0:
+                    raise SchemaError(f"has a multipleOf of {value}: it must be greater than 0")
                 multiples.add(_numerator(value))
             result[key] = value if key in _DATA else _prepared(value, multiples)
     return result
@@ -55,6 +57,9 @@ def _prepared(schema: Any, multiples: set[int]) -> Any:
 
 def _check_bounds(schema: dict[str, Any]) -> None:
     """llguidance 1.9.1 lets an excluded bound through if it is whole and the other one is less than 1 away."""
+    for name in ("exclusiveMinimum", "exclusiveMaximum"):  # the library would take no notice of it
+        if isinstance(schema.get(name), bool):
+            raise SchemaError(f"has true or false as {name}, which is of draft 4: write the number itself")
     names = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
     low, above, high, below = (value if _is_number(value := schema.get(name)) else None for name in names)
     if schema.get("type") == "integer" or (low is None and above is None) or (high is None and below is None):

@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,9 +24,13 @@ from nanoengine.llm import LLM
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.structured import compiler as compiler_module
 from nanoengine.structured import masks
-from nanoengine.structured.compiler import Compiler, GrammarError
+from nanoengine.structured import trial as trial_module
+from nanoengine.structured.compiler import Compiler
 from nanoengine.structured.constraints import Constraints
+from nanoengine.structured.gate import Gate
 from nanoengine.structured.grammar import Grammar
+from nanoengine.structured.matcher import GrammarError, Tokens
+from nanoengine.structured.trial import Trial
 from nanoengine.text.tokenizer import Tokenizer
 from tests.engine.structured_cases import PADDING, random_schema, rooted, write_tiny_llm
 from tests.engine.trained_tokenizers import BACKENDS, trained
@@ -144,6 +149,8 @@ def test_a_schema_cannot_make_itself_lenient(byte_level: Compiler) -> None:
         (schema({"type": "string", "format": "unheard-of"}), "unheard-of"),
         (schema({"type": "integer", "multipleOf": 999983}), "too large"),
         (schema({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}), "less than 1 apart"),
+        (schema({"type": "integer", "minimum": 0, "exclusiveMinimum": True}), "draft 4"),
+        (schema({"type": "integer", "multipleOf": -3}), "greater than 0"),
         (schema({"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]}), "too large"),
         *((schema({word: value}), word) for word, value in {
             "not": {"type": "string"}, "if": {}, "contains": {}, "uniqueItems": True, "propertyNames": {"maxLength": 1},
@@ -269,10 +276,12 @@ def test_allowed_tokens_and_grammar_meet() -> None:
 # -- an engine under pressure ----------------------------------------------------------------------------------------
 
 
-def synthetic(depth: int, **settings: Any) -> Engine:
+def synthetic(depth: int, compiler: Compiler | None = None, **settings: Any) -> Engine:
     limits = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32} | settings
     engine = Engine(EngineConfig.model_validate({"model": "synthetic", "synthetic": {"step_seconds": 0}} | limits))
     engine._runner.depth = depth
+    if compiler is not None:
+        engine._gate = Gate(compiler)
     return engine
 
 
@@ -332,15 +341,21 @@ def requests(draw: st.DrawFn) -> dict[int, tuple[str, SamplingParams, int, int |
     return found
 
 
-@given(requests(), st.sampled_from([0, 1]), st.integers(15, 40))
+@pytest.fixture(scope="module")
+def shared() -> Compiler:
+    """For engines that come and go by the hundred: one has processes of its own."""
+    return synthetic(0)._gate._compiler
+
+
+@given(workload=requests(), depth=st.sampled_from([0, 1]), num_blocks=st.integers(15, 40))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_answers_are_those_of_each_request_alone(
-    workload: dict[int, tuple[str, SamplingParams, int, int | None]], depth: int, num_blocks: int
+    shared: Compiler, workload: dict[int, tuple[str, SamplingParams, int, int | None]], depth: int, num_blocks: int
 ) -> None:
     """Whatever runs beside it, is in flight, or is preempted: the stand-in's tokens depend on all that a row reads."""
-    together = run(synthetic(depth, num_blocks=num_blocks, watermark=0.0), workload)
+    together = run(synthetic(depth, shared, num_blocks=num_blocks, watermark=0.0), workload)
     for key, (prompt, params, _, aborted) in workload.items():
-        alone = run(synthetic(0), {key: (prompt, params, 0, None)})[key]
+        alone = run(synthetic(0, shared), {key: (prompt, params, 0, None)})[key]
         output, ended = together[key]
         if aborted is not None and not ended:
             assert output == alone[0][: len(output)]
@@ -382,14 +397,14 @@ def test_preemptions_happen_in_such_workloads() -> None:
 
 def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = synthetic(0)
-    real, ready = compiler_module._matcher, []
+    real, ready = compiler_module.matcher, []
 
     def slow(*args: Any) -> Any:
         while not ready:
             time.sleep(0.001)
         return real(*args)
 
-    monkeypatch.setattr(compiler_module, "_matcher", slow)
+    monkeypatch.setattr(compiler_module, "matcher", slow)
     prompt = np.array([65], np.int32)
     engine.add(0, prompt, SamplingParams(structured=DATE))
     engine.add(1, prompt, SamplingParams(max_tokens=5))
@@ -406,13 +421,59 @@ def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatc
             finished += [end.key for end in output.finished]
 
 
-def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+LONG = (
+    Grammar("regex", "a?" * 30_000),  # quadratic time and memory
+    Grammar("grammar", 'start: %json {"type": "integer", "multipleOf": 99999989}'),  # as many states
+)
+
+
+def test_what_would_take_for_ever_is_ended_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread is lost to them: more of them than threads, and still there is an answer for who comes after."""
+    monkeypatch.setattr(trial_module, "SECONDS", 1.0)
     engine = synthetic(0)
-    monkeypatch.setattr("nanoengine.structured.gate._SECONDS", 0.05)
-    monkeypatch.setattr(compiler_module, "_matcher", lambda *_: time.sleep(1))
-    ((output, ended),) = run(engine, {0: ("a", SamplingParams(structured=DATE), 0, None)}).values()
-    assert output == []
-    assert "takes longer" in ended
+    memory = psutil.Process().memory_info().rss
+    asked = {i: ("a", SamplingParams(structured=LONG[i % 2], bad_words=(str(i),)), 0, None) for i in range(4)}
+    asked[4] = ("a", SamplingParams(structured=DATE), 0, None)
+    ended = run(engine, asked)
+    for i in range(4):
+        assert ended[i][0] == []
+        assert re.search("takes longer than 1 s|takes too much memory", ended[i][1])
+    assert ended[4][1] == "stop"
+    assert psutil.Process().memory_info().rss - memory < 300 << 20
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_module, "SECONDS", 1.0)
+    engine, prompt = synthetic(0), np.array([65], np.int32)
+    for key in range(100):
+        engine.add(key, prompt, SamplingParams(structured=LONG[1], bad_words=(f"a{key}",)))
+    wanted = SamplingParams(structured=Grammar("regex", "abc"))
+    for key in (100, 101):
+        engine.add(key, prompt, wanted)
+    for key in range(101):
+        engine.abort(key)
+    begin = time.monotonic()
+    while engine.has_work:
+        engine.step()
+    assert time.monotonic() - begin < 30, "as long as the two take that had begun"
+    assert engine.load().finished == {"stop": 1, "length": 0, "abort": 101}
+    engine.add(102, prompt, SamplingParams(structured=LONG[1], bad_words=("a50",)))
+    while (output := engine.step()) is None or not output.refused:
+        pass
+    assert "takes longer" in str(output.refused[0][1]), "what was not begun is begun when it is asked for again"
+
+
+def test_a_trial_that_was_ended_by_another_is_begun_again(byte_level: Compiler) -> None:
+    tokenizer = trained("byte_level")
+    tokens = Tokens([tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)], [], tokenizer.eos_token_ids)
+    trial = Trial(tokens, list(tokenizer.eos_token_ids))
+    assert trial(DATE)
+    assert trial._process is not None
+    trial._process.kill()
+    trial._process.wait()
+    assert trial(DATE)
+    with pytest.raises(GrammarError, match="unclosed"):
+        trial(Grammar("regex", "(["))
 
 
 def test_an_answer_that_cannot_go_on_is_an_error_and_not_an_answer() -> None:

@@ -353,6 +353,16 @@ def test_a_gap_asks_for_a_snapshot_until_it_comes() -> None:
     assert c.look_up(RouteRequest(TOKENS[:700])).cached.max() == 192
 
 
+def test_events_of_which_none_arrive_are_a_gap() -> None:
+    c = core("a")
+    c.prefixes("a", stored(TOKENS[:64], 4, cleared=True))
+    c.load("a", report(1, prefixes=4))
+    c._clock.time += 2
+    assert c.wants() == []
+    c.load("a", report(2, prefixes=6))
+    assert c.wants() == ["a"]
+
+
 def test_garbage_instead_of_hashes_is_a_gap() -> None:
     c = core("a")
     c.prefixes("a", PrefixEvents(1, True, b"", b""))

@@ -15,12 +15,14 @@ from deployments.routing.load import Floats
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The replicas that may serve a request, at this instant: arrays of one length, at least 1."""
+    """The replicas that may serve a request, at this instant: arrays of one length, at least 1. Not to be changed."""
 
     names: Sequence[str]  # unique ids by slot
     slots: npt.NDArray[np.intp]
     prompt_tokens: int
-    cached: Floats  # prompt tokens that the replica has in its cache already, or will have when it gets there
+    cached: npt.NDArray[
+        np.int64
+    ]  # prompt tokens that the replica has in its cache already, or will have when it gets there
     backlog: Floats  # prompt tokens that it computes before a new request's own
     active: Floats  # sequences that wait or run there
     kv_usage: Floats  # fraction of its KV blocks that sequences refer to
@@ -43,10 +45,15 @@ class RoutingPolicy(Protocol):
         """Index into the candidates' arrays."""
 
 
-def pick_least(costs: Floats, rng: random.Random, slack: float = 0.0) -> int:
-    """The least of ``costs``, at random among those within ``slack`` of it.
+def pick_least(costs: Floats, rng: random.Random) -> int:
+    """The least of ``costs``."""
+    return pick_one(costs == costs.min(), rng)
 
-    Never the first of equals: several routers would then agree to flood the same replica.
+
+def pick_one(equal: npt.NDArray[np.bool_], rng: random.Random) -> int:
+    """One of those that are equally good, at random.
+
+    Never the first of them: several routers would then agree to flood the same replica.
     """
-    near = np.flatnonzero(costs <= costs.min() + slack)
-    return int(near[rng.randrange(len(near))]) if len(near) > 1 else int(near[0])
+    (among,) = equal.nonzero()
+    return int(among[rng.randrange(len(among))])

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from deployments.routing.policies.base import Candidates, RoutingPolicy, pick_least
+from deployments.routing.policies.base import Candidates, RoutingPolicy, pick_one
 
 TIE_S = 0.01
 KV_LIMIT = 0.9
@@ -64,9 +64,11 @@ class Prefix(RoutingPolicy):
         work = c.backlog + uncached
         seconds = (work + rho * c.fullness * uncached) / c.rate * (1.0 + c.slowdown * c.active)
         costs = seconds + self._decode_weight * c.harm * c.active
-        costs += self._kv_weight * np.maximum(0.0, c.kv_usage - KV_LIMIT)
-        bound = self._max_skew * work.mean()
+        if c.kv_usage.max() > KV_LIMIT:
+            costs += self._kv_weight * np.maximum(0.0, c.kv_usage - KV_LIMIT)
+        bound = self._max_skew * work.sum() / len(c)
         if work.max() > bound:
             over = (work > bound) & (work > work.min() + SKEW_S * c.rate)
             costs[over] = np.inf  # never all of them: the least work is never over
-        return pick_least(costs, self._rng, max(TIE_S, 0.02 * float(costs.min())))
+        least = float(costs.min())
+        return pick_one(costs <= least + max(TIE_S, 0.02 * least), self._rng)
