@@ -271,3 +271,11 @@ def test_http_says_what_the_engine_says(tiny: Http, tiny_server: Server) -> None
     body = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
     assert tiny.text(CHAT, messages=MESSAGES, **body) == tokenizer.decode(expected)
     assert tiny.text(COMPLETION, prompt=ids, **body) == tokenizer.decode(expected)
+
+
+def test_who_asks_for_everything_neutral_gets_it(tiny: Http) -> None:
+    """Case C28, with test_sampling_defaults.py: nothing is left on that would make answers alike."""
+    neutral = {"temperature": 1.4, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    texts = {tiny.text(COMPLETION, prompt="A", max_tokens=8, **neutral) for _ in range(10)}
+    assert len(texts) > 1
+    assert tiny.client.get("/v1/models/m").json()["sampling_defaults"] == {}
