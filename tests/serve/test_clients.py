@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import threading
 import time
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any, Literal
 
 import anthropic
 import httpx
+import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.engine.structured_cases import write_tiny_llm
+from tests.engine.structured_cases import random_schema, rooted, write_tiny_llm
 from tests.serve.cluster import eventually
+from tests.serve.fakes import dead_engine
 from tests.serve.live import Server
 from tests.serve.tiny_engine import TinyEngines
 
@@ -184,3 +189,116 @@ async def test_what_the_async_client_cancels_ends(server: Server) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.to_thread(eventually, lambda: engine.load().running == engine.load().blocks_used == 0, 5, "the end")
     await asyncio.to_thread(server.alive)
+
+
+def check_random_schemas(server: Server, seeds: range) -> None:
+    """Answers to random schemas, through each API that takes one, streamed and whole, at temperature 1, are right."""
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        anthropic.Anthropic(api_key="none", base_url=server.url, max_retries=0) as other,
+    ):
+        for seed in seeds:
+            schema = rooted(random_schema(random.Random(seed)))
+            asked: dict[str, Any] = {"model": "m", "temperature": 1.0}
+            name = {"type": "json_schema", "name": "s", "schema": schema}
+            form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+            match seed % 4:
+                case 0:
+                    whole = client.chat.completions.create(
+                        **asked, messages=MESSAGES, response_format=form, max_tokens=1500, seed=seed
+                    )
+                    text, reason = whole.choices[0].message.content, whole.choices[0].finish_reason
+                case 1:
+                    text, reason = "", None
+                    for chunk in client.chat.completions.create(
+                        **asked, messages=MESSAGES, response_format=form, max_tokens=1500, seed=seed, stream=True
+                    ):
+                        text += chunk.choices[0].delta.content or ""
+                        reason = chunk.choices[0].finish_reason or reason
+                case 2:
+                    answer = client.responses.create(**asked, input="hi", text={"format": name}, max_output_tokens=1500)
+                    text, reason = answer.output_text, "stop" if answer.status == "completed" else answer.status
+                case _:
+                    hello: list[Any] = [{"role": "user", "content": "hi"}]
+                    config: Any = {"format": {"type": "json_schema", "schema": schema}}
+                    message = other.messages.create(
+                        model="m",
+                        max_tokens=1500,
+                        messages=hello,
+                        extra_body={"output_config": config, "temperature": 1.0},
+                    )
+                    text = message.content[0].text
+                    reason = "stop" if message.stop_reason == "end_turn" else message.stop_reason
+            assert reason == "stop", (seed, schema, text)
+            jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_answers_to_random_schemas_are_right(server: Server) -> None:
+    check_random_schemas(server, range(20))
+    server.alive()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_300_answers_to_random_schemas_are_right(server: Server) -> None:
+    check_random_schemas(server, range(1000, 1300))
+    server.alive()
+
+
+def test_a_server_without_an_engine_is_an_error_that_is_tried_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    async def dead(*_: Any, **__: Any) -> AsyncGenerator[Any]:
+        attempts.append(time.monotonic())
+        raise dead_engine()
+        yield
+
+    monkeypatch.setattr(server.engines, "generate", dead)
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=1) as client,
+        pytest.raises(openai.InternalServerError) as raised,
+    ):
+        client.completions.create(model="m", prompt="A", max_tokens=2)
+    assert (raised.value.status_code, raised.value.code) == (503, "engine_unavailable")
+    assert len(attempts) == 2
+    assert attempts[1] - attempts[0] >= 0.9, "Retry-After is one second"
+    with (
+        anthropic.Anthropic(api_key="none", base_url=server.url, max_retries=0) as other,
+        pytest.raises(anthropic.InternalServerError, match="overloaded_error"),
+    ):
+        other.messages.create(model="m", max_tokens=2, messages=[{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("secret"), dead_engine()])
+def test_a_failure_in_a_stream_is_raised(server: Server, monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    """After the first byte there is no status any more: an event, which each client makes an exception of."""
+    real = server.engines.generate
+
+    async def failing(*args: Any, **fields: Any) -> AsyncGenerator[Any]:
+        async with aclosing(real(*args, **fields)) as chunks:
+            yield await anext(chunks)
+            raise failure
+
+    monkeypatch.setattr(server.engines, "generate", failing)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        for stream in (
+            client.completions.create(model="m", prompt="A", max_tokens=9, stream=True),
+            client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=9, stream=True),
+        ):
+            with pytest.raises(openai.APIError) as raised:
+                list(stream)
+            assert "secret" not in str(raised.value)
+        # Here the specification's events are flat, and the client hands them on.
+        last = list(client.responses.create(model="m", input="hi", max_output_tokens=9, stream=True))[-2:]
+        assert [event.type for event in last] == ["error", "response.failed"]
+        assert "secret" not in str(last)
+    with anthropic.Anthropic(api_key="none", base_url=server.url) as other:
+        events = other.messages.create(
+            model="m", max_tokens=9, messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+        with pytest.raises(anthropic.APIStatusError):
+            list(events)
+    monkeypatch.undo()
+    server.alive()
