@@ -1,4 +1,5 @@
-"""Token channels: one TCP connection from each ingress to each engine replica, on which all tokens come back.
+"""Token channels: one TCP connection from each ingress to each engine replica, on which all tokens come back, and what
+the ingress's router has to know of the replica.
 
 A chunk that goes back through Serve's own stream costs 0.4 to 0.8 ms of CPU in replica and ingress: a Ray object, two
 event loops, a pickle. So Serve keeps what it is for, one call per request, for routing, accounting, draining and
@@ -8,6 +9,9 @@ a step costs no longer depends on how many sequences it served.
 A channel is a short cut, never a need: where there is none (not open yet, or the network forbids it) a call's chunks go
 through Serve's stream, all of them, and the answer is the same. Frames are msgpack of known types, and a connection has
 to show the secret that the replica gave to routers through Ray.
+
+A lane's prefix events are complete, or begin again with a snapshot: when it opens, when the ingress asks, and when the
+ingress is too slow for them.
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ from typing import Any
 import msgspec
 
 from deployments.messages import Chunk, merged
+from deployments.routing.load import LoadReport
+from nanoengine.cache.events import PrefixEvents
 
 logger = logging.getLogger("ray.serve")
 
 HEADER = 4  # bytes of a frame's length, little-endian
 RETRY_S = 1.0
 MAX_HELLO = 1024  # bytes: who has not shown the secret yet must not make a replica hold what he sends
+MAX_EVENTS = 1 << 20  # bytes of prefix events that wait for one ingress
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}  # seconds, seconds, probes
 
 
@@ -48,9 +55,25 @@ class _Hello(msgspec.Struct, frozen=True):
     secret: str
 
 
+class _Resync(msgspec.Struct, frozen=True):
+    """Every later frame from the ingress: send a snapshot of the prefixes."""
+
+
+class _News(msgspec.Struct, frozen=True, array_like=True):
+    """A frame from the replica."""
+
+    chunks: dict[int, Chunk]  # by call number
+    load: LoadReport | None = None
+    prefixes: list[PrefixEvents] = []
+
+
+Observe = Callable[[str, LoadReport | None, list[PrefixEvents]], None]
+"""Takes what a replica, by unique id, tells of itself."""
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_hello = msgspec.msgpack.Decoder(_Hello).decode
-_decode_chunks = msgspec.msgpack.Decoder(dict[int, Chunk]).decode
+_decode_resync = msgspec.msgpack.Decoder(_Resync).decode
+_decode_news = msgspec.msgpack.Decoder(_News).decode
 
 
 def _frame(message: Any) -> bytes:
@@ -77,10 +100,13 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
 class Lane:
     """A replica's end of one channel."""
 
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, snapshot: Callable[[], PrefixEvents]) -> None:
         self.closed = False
         self._writer = writer
+        self._snapshot = snapshot
         self._pending: dict[int, Chunk] = {}  # by call number
+        self._load: LoadReport | None = None
+        self._prefixes: list[PrefixEvents] | None = None  # None: a snapshot is due instead
         self._wake = asyncio.Event()
 
     def push(self, number: int, chunk: Chunk) -> None:
@@ -90,21 +116,39 @@ class Lane:
         self._pending[number] = chunk if waiting is None else merged(waiting, chunk)
         self._wake.set()
 
+    def tell(self, load: LoadReport, prefixes: PrefixEvents | None = None) -> None:
+        """Send a report, which replaces one that has not left yet, and events, which never are lost alone."""
+        self._load = load
+        if prefixes is not None and self._prefixes is not None:
+            self._prefixes.append(prefixes)
+            if sum(len(events.stored) + len(events.removed) for events in self._prefixes) > MAX_EVENTS:
+                self._prefixes = None
+        self._wake.set()
+
+    def resync(self) -> None:
+        """Send all prefixes that are held, whatever was told before."""
+        self._prefixes = None
+        self._wake.set()
+
     async def run(self) -> None:
         """Send what is pushed, until the connection ends."""
         with suppress(OSError):
             while True:
                 await self._wake.wait()
                 self._wake.clear()
-                pending, self._pending = self._pending, {}
-                self._writer.write(_frame(pending))
+                prefixes = [self._snapshot()] if self._prefixes is None else self._prefixes
+                news = _News(self._pending, self._load, prefixes)
+                self._pending, self._load, self._prefixes = {}, None, []
+                self._writer.write(_frame(news))
                 await self._writer.drain()
 
 
 class ChannelServer:
     """The channels of one replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, snapshot: Callable[[], PrefixEvents]) -> None:
+        """``snapshot`` is asked for all prefixes that the replica holds at that moment."""
+        self._snapshot = snapshot
         self._lanes: dict[str, Lane] = {}
         self._secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
@@ -118,8 +162,13 @@ class ChannelServer:
         """The open channel of this ingress."""
         return self._lanes.get(ingress)
 
+    def tell(self, load: LoadReport, prefixes: PrefixEvents | None = None) -> None:
+        """Tell every ingress."""
+        for lane in self._lanes.values():
+            lane.tell(load, prefixes)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        lane = Lane(writer)
+        lane = Lane(writer, self._snapshot)
         ingress = ""
         try:
             _keep_alive(writer)
@@ -128,9 +177,12 @@ class ChannelServer:
                 return
             ingress = hello.ingress
             self._lanes[ingress] = lane
+            lane.resync()
             sender = asyncio.create_task(lane.run())
             try:
-                await reader.read(1)  # the ingress says no more: this returns when it is gone
+                while True:  # until the ingress is gone
+                    _decode_resync(await _read(reader, MAX_HELLO))
+                    lane.resync()
             finally:
                 sender.cancel()
         except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError):
@@ -152,10 +204,12 @@ class ChannelServer:
 class ChannelClient:
     """The channels of one ingress: keeps one open to every replica that there is."""
 
-    def __init__(self, ingress: str, deliver: Callable[[int, Chunk], None]) -> None:
-        """``deliver`` gets each chunk that arrives, with its call's number."""
+    def __init__(self, ingress: str, deliver: Callable[[int, Chunk], None], observe: Observe) -> None:
+        """``deliver`` gets each chunk that arrives, with its call's number; ``observe`` what else a replica tells."""
         self._ingress = ingress
         self._deliver = deliver
+        self._observe = observe
+        self._writers: dict[str, asyncio.StreamWriter] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def connect(self, addresses: Mapping[str, Address]) -> None:
@@ -164,21 +218,31 @@ class ChannelClient:
             self._tasks.pop(replica).cancel()
         for replica, address in addresses.items():
             if replica not in self._tasks:
-                self._tasks[replica] = asyncio.create_task(self._keep(address))
+                self._tasks[replica] = asyncio.create_task(self._keep(replica, address))
 
-    async def _keep(self, address: Address) -> None:
+    def resync(self, replica: str) -> None:
+        """Ask a replica for all prefixes that it holds; where there is no channel, it says so when there is one."""
+        if (writer := self._writers.get(replica)) is not None:
+            writer.write(_frame(_Resync()))
+
+    async def _keep(self, replica: str, address: Address) -> None:
         while True:
             with suppress(OSError, asyncio.IncompleteReadError):
-                await self._receive(address)
+                await self._receive(replica, address)
             await asyncio.sleep(RETRY_S)
 
-    async def _receive(self, address: Address) -> None:
+    async def _receive(self, replica: str, address: Address) -> None:
         reader, writer = await asyncio.open_connection(address.host, address.port)
         try:
             _keep_alive(writer)
             writer.write(_frame(_Hello(self._ingress, address.secret)))
+            self._writers[replica] = writer
             while True:
-                for number, chunk in _decode_chunks(await _read(reader)).items():
+                news = _decode_news(await _read(reader))
+                for number, chunk in news.chunks.items():
                     self._deliver(number, chunk)
+                if news.load is not None or news.prefixes:
+                    self._observe(replica, news.load, news.prefixes)
         finally:
+            self._writers.pop(replica, None)
             writer.close()

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from nanoengine.outputs import FinishReason
+from nanoengine.outputs import Delta, FinishReason, PromptScores
 from nanoengine.sampling.params import SamplingParams
 
 
@@ -28,6 +28,8 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     avoid: tuple[str, ...] = ()  # replicas (unique ids) that failed this call before
+    expected_cached: int | None = None  # prompt tokens that the router takes the replica to have cached
+    token_ids: bool = False  # chunks shall have them
 
     @property
     def key(self) -> str:
@@ -52,6 +54,25 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     cached_tokens: int
     completion_tokens: int
     logprobs: tuple[TokenInfo, ...] | None = None
+    token_ids: tuple[int, ...] = ()
+    prompt_scores: tuple[PromptScores, ...] = ()
+
+    @classmethod
+    def of(cls, delta: Delta, token_ids: bool) -> Chunk:
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
+        return cls(
+            delta.text,
+            delta.finish_reason,
+            delta.stop_reason,
+            delta.prompt_tokens,
+            delta.cached_tokens,
+            delta.completion_tokens,
+            logprobs,
+            delta.token_ids if token_ids else (),
+            delta.prompt_scores,
+        )
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
@@ -70,7 +91,13 @@ def merged(first: Chunk, second: Chunk) -> Chunk:
     logprobs = None
     if first.logprobs is not None or second.logprobs is not None:
         logprobs = (first.logprobs or ()) + (second.logprobs or ())
-    return msgspec.structs.replace(second, text=first.text + second.text, logprobs=logprobs)
+    return msgspec.structs.replace(
+        second,
+        text=first.text + second.text,
+        logprobs=logprobs,
+        token_ids=first.token_ids + second.token_ids,
+        prompt_scores=first.prompt_scores + second.prompt_scores,
+    )
 
 
 Reply = Chunk | Refusal

@@ -42,7 +42,20 @@ class EngineMetrics:
             "prefix_hit_tokens": counter("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
             "preemptions": counter("num_preemptions", "Sequences preempted."),
         }
+        self._expected = counter("router_expected_cached_tokens", "Prompt tokens that routers expected to be cached.")
+        self._found = counter("router_found_cached_tokens", "Prompt tokens of the same calls that were.")
+        self._resyncs = counter("router_resyncs", "Times that a router's index of this engine was sent anew.")
         self._last = Load()
+
+    def routed(self, expected: int, found: int) -> None:
+        """One call: prompt tokens that its router expected to find in the cache, and those that it found."""
+        if expected > 0:
+            self._expected.inc(expected)
+        if found > 0:
+            self._found.inc(found)
+
+    def resynced(self) -> None:
+        self._resyncs.inc()
 
     def update(self, load: Load) -> None:
         """Set the gauges, and raise the counters by what was added since the last report."""

@@ -7,11 +7,13 @@ and aborts however busy the engine is.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,10 +21,13 @@ import ray.util
 from ray import serve
 
 from deployments.channel import ChannelServer
-from deployments.messages import Chunk, GenerateCall, Refusal, TokenInfo, encode
+from deployments.messages import Chunk, GenerateCall, Refusal, encode
 from deployments.metrics import EngineMetrics
 from deployments.pacing import Pacer
+from deployments.routing.accuracy import Accuracy
+from deployments.routing.load import LoadReport, ReplicaInfo
 from nanoengine.async_engine import AsyncEngine
+from nanoengine.cache.events import HeldPrefixes
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from nanoengine.outputs import Delta, Load
@@ -30,6 +35,16 @@ from nanoengine.outputs import Delta, Load
 logger = logging.getLogger("ray.serve")
 
 WATCH_PERIOD_S = 1.0
+REPORT_PERIOD_S = 0.1  # between two reports to routers, if no call arrives
+REPORT_GAP_S = 0.01  # at least, also if calls do
+
+
+@dataclass(frozen=True, slots=True)
+class _Unanswered:
+    """A call that has no token yet."""
+
+    tokens: int  # of its prompt, that are expected to need computing
+    steps: int  # that the engine had made when it came
 
 
 class EngineReplica:
@@ -37,17 +52,25 @@ class EngineReplica:
 
     async def __init__(self, config: EngineConfig, model_name: str, stall_s: float) -> None:  # type: ignore[misc]  # Serve awaits it
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._channels = ChannelServer()
+        self._held = HeldPrefixes()
+        self._channels = ChannelServer(self._held.snapshot)
         self._address = await self._channels.start(ray.util.get_node_ip_address())
-        self._engine = AsyncEngine(config)
+        self._engine = AsyncEngine(config, self._held.apply)
+        self._config = config
         self._info = await self._engine.start()
         logger.info("engine ready: %s", self._info)
         self._open: Counter[str] = Counter()  # sequences of each ingress that are here now
         self._newest: dict[str, int] = {}  # highest call number seen of each
+        self._unanswered: dict[str, _Unanswered] = {}  # calls without a first token, by key
+        self._output_tokens = 0.0  # of a sequence, as a running mean
+        self._arrived = asyncio.Event()
+        self._accuracy = Accuracy()
         self._metrics = EngineMetrics(model_name)
         self._stall_s = stall_s
         self._pacer = Pacer()
-        self._background = [asyncio.create_task(self._pacer.run()), asyncio.create_task(self._watch_engine())]
+        self._background = [
+            asyncio.create_task(work) for work in (self._pacer.run(), self._watch_engine(), self._tell_routers())
+        ]
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[bytes]:
         """Stream one sequence as encoded ``Chunk``s; a ``Refusal`` may be the first item, or the last.
@@ -58,20 +81,27 @@ class EngineReplica:
         lane = self._channels.lane(call.ingress)
         self._open[call.ingress] += 1
         self._newest[call.ingress] = max(call.number, self._newest.get(call.ingress, 0))
+        expected = call.expected_cached or 0
+        self._unanswered[call.key] = _Unanswered(len(call.prompt) - expected, self._engine.load().steps)
+        self._arrived.set()
         deltas = self._engine.generate(
             call.prompt, self._params(call), call.key, priority=call.priority, cache_salt=call.cache_salt
         )
         try:
             async for delta in deltas:
+                if self._unanswered.pop(call.key, None) is not None:
+                    self._compare(call, delta)
+                if delta.finish_reason is not None:
+                    self._output_tokens += 0.05 * (delta.completion_tokens - self._output_tokens)
                 if lane is None:
-                    yield encode(_chunk(delta))
+                    yield encode(Chunk.of(delta, call.token_ids))
                     if delta.finish_reason is None and self._pacer.pause:
                         await asyncio.sleep(self._pacer.pause)
                 elif lane.closed:
                     yield encode(Refusal("dead", "the connection to the ingress was lost", self._replica))
                     return
                 else:
-                    lane.push(call.number, _chunk(delta))
+                    lane.push(call.number, Chunk.of(delta, call.token_ids))
         except InvalidRequestError as error:
             yield encode(Refusal("invalid", error.message, self._replica, param=error.param, code=error.code))
         except EngineOverloadedError as error:
@@ -80,6 +110,7 @@ class EngineReplica:
             yield encode(Refusal("dead", str(error), self._replica))
         finally:
             self._open[call.ingress] -= 1
+            self._unanswered.pop(call.key, None)
             await deltas.aclose()  # type: ignore[attr-defined]  # aborts in the engine where the stream is not at its end
 
     def _params(self, call: GenerateCall) -> Any:
@@ -91,7 +122,12 @@ class EngineReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Told to every router once, when the replica is up."""
-        return {"channel": msgspec.to_builtins(self._address), "max_model_len": self._info.max_model_len}
+        info = ReplicaInfo(self._config.model, self._config.block_size, self._config.enable_prefix_caching)
+        return {
+            "channel": msgspec.to_builtins(self._address),
+            "max_model_len": self._info.max_model_len,
+            "routing": msgspec.to_builtins(info),
+        }
 
     def check_health(self) -> None:
         """Raises ``EngineDeadError`` once the engine process has ended: Serve then replaces this replica."""
@@ -99,21 +135,57 @@ class EngineReplica:
             raise self._engine.dead
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What routers need to know of this replica. Serve sends it to every router, so it is small.
+        """A ``LoadReport``, for routers to which there is no channel: Serve sends it to all of them, and late."""
+        report: dict[str, Any] = msgspec.to_builtins(self._report(0))
+        return report
 
-        ``ingresses`` tells each router which of its own calls the figures include: [open sequences, newest number].
-        """
+    def _report(self, number: int) -> LoadReport:
         load = self._engine.load()
         # An ingress without a sequence here needs no entry, and one that is gone would keep its own for ever.
         for ingress in [name for name, open_ in self._open.items() if open_ == 0]:
             del self._open[ingress], self._newest[ingress]
-        return {
-            "active": load.waiting + load.running,
-            "backlog_tokens": load.waiting_tokens + load.prefill_tokens,
-            "kv_usage": round(load.kv_usage, 3),
-            "dead": self._engine.dead is not None,
-            "ingresses": {name: [self._open[name], newest] for name, newest in self._newest.items()},
-        }
+        # Two upper bounds: one counts no progress, the other no cached prefixes, and what the engine has not seen yet
+        # it can't count at all.
+        unanswered = self._unanswered.values()
+        unseen = sum(call.tokens for call in unanswered if call.steps + 1 >= load.steps)
+        backlog = min(sum(call.tokens for call in unanswered), load.waiting_tokens + load.prefill_tokens + unseen)
+        budget = self._info.max_num_batched_tokens
+        full_step = load.step_base + load.step_prefill * budget  # one that only prefills
+        measured = load.step_prefill > 0
+        return LoadReport(
+            number=number,
+            active=self._open.total(),
+            backlog_tokens=backlog,
+            kv_usage=round(load.kv_usage, 3),
+            dead=self._engine.dead is not None,
+            ingresses={name: (self._open[name], newest) for name, newest in self._newest.items()},
+            prefill_rate=budget / full_step if measured else 0.0,
+            slowdown=load.step_decode / full_step if measured else 0.0,
+            harm_s=load.step_decode * self._output_tokens,
+            fullness=load.blocks_filled / load.blocks_total if load.blocks_total else 0.0,
+            prefixes=self._held.seq,
+        )
+
+    async def _tell_routers(self) -> None:
+        """Report to every ingress, often and as soon as a call arrives: that is how one router hears of another's."""
+        for number in itertools.count(1):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), REPORT_PERIOD_S)
+            self._arrived.clear()
+            prefixes = self._held.changes()
+            self._channels.tell(self._report(number), prefixes)
+            await asyncio.sleep(REPORT_GAP_S)
+
+    def _compare(self, call: GenerateCall, delta: Delta) -> None:
+        """What the router expected to be cached, against what was."""
+        if call.expected_cached is None:
+            return
+        self._metrics.routed(call.expected_cached, delta.cached_tokens)
+        if self._accuracy.add(call.ingress, call.expected_cached, delta.cached_tokens, len(call.prompt)):
+            logger.warning("an ingress is wrong about this replica's cache: sending it all prefixes again")
+            self._metrics.resynced()
+            if (lane := self._channels.lane(call.ingress)) is not None:
+                lane.resync()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy reads: requests and tokens, from the engine itself."""
@@ -152,18 +224,3 @@ class EngineReplica:
             await channels.stop()
         if (engine := getattr(self, "_engine", None)) is not None:
             await engine.stop()
-
-
-def _chunk(delta: Delta) -> Chunk:
-    logprobs = None
-    if delta.logprobs is not None:
-        logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
-    return Chunk(
-        delta.text,
-        delta.finish_reason,
-        delta.stop_reason,
-        delta.prompt_tokens,
-        delta.cached_tokens,
-        delta.completion_tokens,
-        logprobs,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from nanoengine.outputs import Delta, FinishReason, TokenLogprob
+from nanoengine.outputs import Delta, FinishReason, PromptScores, TokenLogprob
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.step import IntArray
 from nanoengine.text.detokenizer import Detokenizer
@@ -20,6 +20,7 @@ class Made:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one for each token, if asked for
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the end-of-sequence or stop token that ended it
+    scores: list[PromptScores] = field(default_factory=list)  # of the prompt
 
 
 class Answer:
@@ -35,6 +36,8 @@ class Answer:
     def take(self, made: Made) -> Delta:
         """The next delta. With a finish reason it is the last, though the engine may have gone past a stop string."""
         tokens, logprobs, reason = made.tokens, made.logprobs, made.finish_reason
+        if self._params.max_tokens == 0 and reason != "abort":  # the engine has sampled one, as it always does
+            tokens, logprobs, reason, made.stop_token = [], [], reason and "length", None
         piece = self._detokenizer.push(tokens, reason is not None, made.stop_token is not None)
         stop_reason: str | int | None = None
         if piece.stop is not None:
@@ -52,4 +55,5 @@ class Answer:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self.cached_tokens,
             completion_tokens=self._completion_tokens,
+            prompt_scores=tuple(made.scores),
         )

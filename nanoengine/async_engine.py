@@ -14,12 +14,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nanoengine.answer import Answer, Made
+from nanoengine.cache.events import PrefixEvents
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, ModelLoadError, NanoEngineError
 from nanoengine.outputs import Delta, EngineInfo, Load, MemorySummary
@@ -61,8 +62,10 @@ class _Stream:
 class AsyncEngine:
     """Use it on one event loop: ``start``, then any number of concurrent ``generate`` streams, then ``stop``."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_prefixes: Callable[[PrefixEvents], None] | None = None) -> None:
+        """``on_prefixes`` is called with the prefix cache's changes, in order, after each step that made some."""
         self._config = config
+        self._on_prefixes = on_prefixes
         self._streams: dict[int, _Stream] = {}
         self._keys = itertools.count()
         self._memory: dict[int, asyncio.Future[MemorySummary]] = {}  # asked for, by number
@@ -91,7 +94,8 @@ class AsyncEngine:
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, files)
             tokenizer = self._tokenizer
-            self._send(Start(self._config.model_dump_json(), tokenizer.eos_token_ids, tokenizer.vocab_size))
+            config, listens = self._config.model_dump_json(), self._on_prefixes is not None
+            self._send(Start(config, tokenizer.eos_token_ids, tokenizer.vocab_size, listens))
             first = decode(await _read(reader))
         except asyncio.IncompleteReadError:
             await self.stop()
@@ -261,10 +265,15 @@ class AsyncEngine:
 
     def _apply(self, update: Update) -> None:
         self._load = update.load
+        if update.prefixes is not None and self._on_prefixes is not None:
+            self._on_prefixes(update.prefixes)
         streams = self._streams
         for key, cached in update.started:
             if (stream := streams.get(key)) is not None:
                 stream.answer.cached_tokens = cached
+        for key, scores in update.scores:
+            if (stream := streams.get(key)) is not None:
+                stream.made.scores.append(scores)  # they go with the first token, which is not there before them
         keys = np.frombuffer(update.keys, np.int64).tolist()
         for key, token in zip(keys, np.frombuffer(update.tokens, np.int32).tolist(), strict=True):
             # A stream that was left is not here any more; its abort is on the way to the engine.

@@ -5,18 +5,21 @@ Read this file first: ``step`` is the whole engine in a dozen lines.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from nanoengine.cache.blocks import BlockPool
+from nanoengine.cache.events import PrefixEvents, PrefixLog
 from nanoengine.config import EngineConfig
 from nanoengine.errors import Refusal
-from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
+from nanoengine.outputs import EngineInfo, Load, MemorySummary, PromptScores, TokenLogprob
 from nanoengine.runner.base import PendingStep
 from nanoengine.runner.build import build_runner
 from nanoengine.sampling.params import SamplingParams
+from nanoengine.scheduling.pace import StepTimes
 from nanoengine.scheduling.policies import POLICIES
 from nanoengine.scheduling.scheduler import Finished, Limits, Retired, Scheduler
 from nanoengine.scheduling.step import IntArray, KeyArray, Step
@@ -37,17 +40,24 @@ class StepOutput:
     started: list[tuple[int, int]] = field(default_factory=list)  # (key, prompt tokens found in the prefix cache)
     logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index into keys, where asked for
     refused: list[tuple[int, Refusal]] = field(default_factory=list)  # by key: ended, and not as asked
+    scores: list[tuple[int, PromptScores]] = field(default_factory=list)  # (key, some of its prompt's, in order)
 
 
 class Engine:
     """One model on one device. Not thread-safe: one loop calls ``add``, ``abort`` and ``step``."""
 
     def __init__(
-        self, config: EngineConfig, eos_token_ids: tuple[int, ...] = (), num_tokens: int | None = None
+        self,
+        config: EngineConfig,
+        eos_token_ids: tuple[int, ...] = (),
+        num_tokens: int | None = None,
+        *,
+        log_prefixes: bool = False,
     ) -> None:
         """Load the model. ``eos_token_ids``: those of its tokenizer, if there is one; the model's own are added.
 
         ``num_tokens`` is how many ids its tokenizer has: those beyond are padding, and never sampled.
+        ``log_prefixes``: somebody will take ``prefix_events`` after each step.
 
         Raises ``ModelLoadError`` if that fails, ``ValueError`` if the settings do not fit the model.
         """
@@ -55,7 +65,8 @@ class Engine:
         self.info: EngineInfo = built.info
         self._runner = built.runner
         self._memory_summary = built.memory_summary
-        self._pool = BlockPool(built.runner.num_blocks)
+        self._prefix_log = PrefixLog(config.block_size) if log_prefixes and config.enable_prefix_caching else None
+        self._pool = BlockPool(built.runner.num_blocks, self._prefix_log)
         limits = Limits(
             max_num_seqs=built.info.max_num_seqs,
             max_num_batched_tokens=built.info.max_num_batched_tokens,
@@ -72,6 +83,8 @@ class Engine:
             limits, self._pool, policy, model=config.model, eos_token_ids=built.info.eos_token_ids
         )
         self._in_flight: deque[tuple[Step, PendingStep]] = deque()
+        self._times = StepTimes()
+        self._busy_since = 0.0  # when the oldest step in flight could begin
         tokens, eos = built.info.num_tokens, built.info.eos_token_ids
         self._gate = Gate(Compiler(lambda: load_tokenizer(resolve_model(config.model, config.revision)), tokens, eos))
         self._constraints = Constraints(tokens, eos)
@@ -114,6 +127,8 @@ class Engine:
         refused = self._add_compiled() if self._gate else []
         step = self._scheduler.plan()
         if step is not None:
+            if not self._in_flight:
+                self._busy_since = time.perf_counter()
             self._in_flight.append((step, self._runner.launch(step)))
             if len(self._in_flight) == 1:
                 self._constrain()
@@ -127,6 +142,9 @@ class Engine:
 
         oldest, pending = self._in_flight.popleft()
         result = pending.result()
+        begin, self._busy_since = self._busy_since, time.perf_counter()
+        prefill = oldest.num_tokens - oldest.num_decodes
+        self._times.add(prefill, oldest.num_decodes, self._busy_since - begin)
         retired = self._scheduler.retire(oldest, result.tokens)
         finished = retired.finished
         if len(oldest.constrained):
@@ -137,7 +155,8 @@ class Engine:
         for end in finished:
             self._finished[end.reason] += 1
         logprobs = {i: result.logprobs[row] for i, row in enumerate(retired.rows.tolist()) if row in result.logprobs}
-        return StepOutput(retired.keys, retired.tokens, finished, started, logprobs, refused)
+        scores = [(int(oldest.keys[s.row]), found) for s, found in zip(oldest.scorings, result.scores, strict=True)]
+        return StepOutput(retired.keys, retired.tokens, finished, started, logprobs, refused, scores)
 
     def _constrain(self) -> None:
         """Give the newest step in flight its masks, now that all the steps before it have retired.
@@ -183,6 +202,10 @@ class Engine:
             prefill_tokens=scheduler.prefill_tokens,
             blocks_total=self._pool.num_blocks,
             blocks_used=self._pool.used,
+            blocks_filled=self._pool.filled,
+            step_base=self._times.base,
+            step_prefill=self._times.prefill,
+            step_decode=self._times.decode,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
@@ -192,6 +215,10 @@ class Engine:
             preemptions=counters.preemptions,
             finished=dict(self._finished),
         )
+
+    def prefix_events(self) -> PrefixEvents | None:
+        """What the prefix cache took and gave up since the last call; None if nothing, or if nothing is logged."""
+        return self._prefix_log.take() if self._prefix_log is not None else None
 
     def memory_summary(self) -> MemorySummary:
         """Where the device's memory went, and what has grown since the start. Waits for the device."""

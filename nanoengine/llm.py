@@ -13,7 +13,7 @@ from nanoengine.answer import Answer, Made
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine, StepOutput
 from nanoengine.errors import InvalidRequestError
-from nanoengine.outputs import Completion, Delta, FinishReason, TokenLogprob
+from nanoengine.outputs import Completion, Delta, FinishReason, PromptLogprob, PromptScores, TokenLogprob
 from nanoengine.request import check_request, token_array
 from nanoengine.sampling.defaults import sampling_defaults
 from nanoengine.sampling.params import SamplingParams
@@ -131,11 +131,14 @@ class _Answers:
     ) -> None:
         self.completions: list[Completion | None] = [None] * len(prompts)
         self.unfinished = set(range(len(prompts)))
-        self._prompts = prompts
+        self._prompts, self._params = prompts, params
         self._answers = [Answer(tokenizer, each, prompt) for prompt, each in zip(prompts, params, strict=True)]
         self._deltas: list[list[Delta]] = [[] for _ in prompts]
         rooms = [max_model_len - len(prompt) for prompt in prompts]
-        rooms = [min(room, each.max_tokens or room) for room, each in zip(rooms, params, strict=True)]
+        rooms = [
+            min(room, room if each.max_tokens is None else max(1, each.max_tokens))
+            for room, each in zip(rooms, params, strict=True)
+        ]
         self._begin = np.cumsum([0, *rooms])  # where each request's tokens lie in the flat array
         self._tokens: IntArray = np.empty(self._begin[-1], np.int32)  # untouched pages take no memory
         self._taken = self._begin[:-1].copy()  # up to here they are in a delta
@@ -143,12 +146,15 @@ class _Answers:
         self._logprobs: dict[int, list[TokenLogprob]] = {i: [] for i, p in enumerate(params) if p.logprobs is not None}
         # Text is worked out at the end, but where a stop string may end an answer at any token.
         self._watched = np.array([bool(each.stop) for each in params], np.bool_)
+        self._scores: dict[int, list[PromptScores]] = {}
         self._ready: deque[tuple[int, FinishReason | None, int | None]] = deque()
 
     def add(self, output: StepOutput, first_key: int) -> None:
         """Take in what a step brought; requests have the keys from ``first_key`` on."""
         for key, cached in output.started:
             self._answers[key - first_key].cached_tokens = cached
+        for key, scores in output.scores:
+            self._scores.setdefault(key - first_key, []).append(scores)
         indices = output.keys - first_key
         self._tokens[self._end[indices]] = output.tokens
         self._end[indices] += 1
@@ -190,8 +196,15 @@ class _Answers:
             stop_reason=delta.stop_reason,
             logprobs=[entry for d in deltas for entry in d.logprobs or ()] if with_logprobs else None,
             cached_tokens=delta.cached_tokens,
+            prompt_logprobs=self._prompt_logprobs(index),
         )
         return True
+
+    def _prompt_logprobs(self, index: int) -> list[PromptLogprob | None] | None:
+        if (top := self._params[index].prompt_logprobs) is None:
+            return None
+        prompt, scores = self._prompts[index], self._scores.pop(index, [])
+        return [None, *(entry for some in scores for entry in some.entries(prompt, top))]
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -15,6 +19,38 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first
+
+
+class PromptLogprob(NamedTuple):
+    """``TokenLogprob`` of a token of the prompt, given those before it."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a stretch of a prompt, in columns: a Python object for each of a long prompt's tokens would
+    hold up whoever passes them on."""
+
+    first: int  # index in the prompt of the first token scored, at least 1: nothing comes before token 0
+    logprobs: bytes  # float32 [n]
+    ranks: bytes  # int32 [n]
+    top_ids: bytes  # int32 [n, k], likeliest first
+    top_logprobs: bytes  # float32 [n, k]
+
+    def entries(self, prompt: npt.NDArray[np.int32], top: int) -> Iterator[PromptLogprob]:
+        """One for each token scored, with at most ``top`` of the likeliest; ``prompt`` is the whole one's ids."""
+        logprobs = np.frombuffer(self.logprobs, np.float32)
+        n = len(logprobs)
+        ids = np.frombuffer(self.top_ids, np.int32).reshape(n, -1)[:, :top].tolist()
+        likeliest = np.frombuffer(self.top_logprobs, np.float32).reshape(n, -1)[:, :top].tolist()
+        scored = prompt[self.first : self.first + n].tolist()
+        ranks = np.frombuffer(self.ranks, np.int32).tolist()
+        for token, logprob, rank, i, p in zip(scored, logprobs.tolist(), ranks, ids, likeliest, strict=True):
+            yield PromptLogprob(token, logprob, rank, tuple(zip(i, p, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +65,7 @@ class Delta:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV was already there
     completion_tokens: int = 0  # so far, this delta included
+    prompt_scores: tuple[PromptScores, ...] = ()  # with the first delta, if asked for
 
 
 @dataclass(slots=True)
@@ -42,6 +79,7 @@ class Completion:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
+    prompt_logprobs: list[PromptLogprob | None] | None = None  # one for each token of the prompt; the first is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +110,10 @@ class Load:
     prefill_tokens: int = 0  # tokens of running requests still to be prefilled
     blocks_total: int = 0
     blocks_used: int = 0  # referenced by a request; the rest is free or cached
+    blocks_filled: int = 0  # used or cached
+    step_base: float = 0.0  # seconds of a step, as fitted to the last ones, whatever it computes; 0: not known yet
+    step_prefill: float = 0.0  # ... for each prompt token
+    step_decode: float = 0.0  # ... for each sequence that decodes
     steps: int = 0
     prompt_tokens: int = 0  # counters from here on
     generated_tokens: int = 0

@@ -49,7 +49,8 @@ def main(fd: int) -> int:
     try:
         try:
             start = decoder(Start).decode(first)
-            engine = Engine(EngineConfig.model_validate_json(start.config), start.eos_token_ids, start.num_tokens)
+            config = EngineConfig.model_validate_json(start.config)
+            engine = Engine(config, start.eos_token_ids, start.num_tokens, log_prefixes=start.log_prefixes)
         except (ModelLoadError, ValueError) as error:
             sock.sendall(frame(Failed(str(error), load_error=True)))
             return 1
@@ -115,11 +116,18 @@ def _handle(engine: Engine, sock: socket.socket, message: ToEngine) -> None:
 
 
 def _update(engine: Engine, output: StepOutput | None) -> Update:
-    load = engine.load()
+    load, prefixes = engine.load(), engine.prefix_events()
     if output is None:
-        return Update(b"", b"", [], [], {}, load)
+        return Update(b"", b"", [], [], {}, load, prefixes)
     return Update(
-        output.keys.tobytes(), output.tokens.tobytes(), output.finished, output.started, output.logprobs, load
+        output.keys.tobytes(),
+        output.tokens.tobytes(),
+        output.finished,
+        output.started,
+        output.logprobs,
+        load,
+        prefixes,
+        output.scores,
     )
 
 

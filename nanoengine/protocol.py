@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
+from nanoengine.cache.events import PrefixEvents
 from nanoengine.errors import EngineOverloadedError, InvalidRequestError, Refusal
-from nanoengine.outputs import EngineInfo, Load, MemorySummary, TokenLogprob
+from nanoengine.outputs import EngineInfo, Load, MemorySummary, PromptScores, TokenLogprob
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.scheduler import Finished
 
@@ -24,6 +25,7 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     config: str  # EngineConfig as JSON
     eos_token_ids: tuple[int, ...]  # of the tokenizer
     num_tokens: int  # that it has
+    log_prefixes: bool = False  # whether updates are to carry prefix events
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -99,6 +101,8 @@ class Update(msgspec.Struct, tag=True, array_like=True):
     started: list[tuple[int, int]]  # (key, prompt tokens found in the prefix cache)
     logprobs: dict[int, TokenLogprob]  # by index into keys
     load: Load
+    prefixes: PrefixEvents | None = None
+    scores: list[tuple[int, PromptScores]] = []
 
 
 ToEngine = Start | Add | Abort | Inspect

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from deployments.config import IngressConfig
-from deployments.ingress import document, messages, protocol, responses
+from deployments.ingress import beam, document, messages, protocol, responses
 from deployments.ingress.chat import ChatPartsFormat
 from deployments.ingress.errors import (
     ApiError,
@@ -61,6 +61,12 @@ NO_GENERATION = (
     *("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
 )
 """Routes of OpenAI's API, and vLLM's, for other kinds of models."""
+
+
+class _Naming(msgspec.Struct):
+    """Any body that may name a model."""
+
+    model: str | None = None
 
 
 class Api:
@@ -129,7 +135,7 @@ class Api:
         computation("/tokenize", TokenizeRequest, self._tokenize)
         computation("/detokenize", DetokenizeRequest, self._detokenize)
         for path in NO_GENERATION:
-            app.add_api_route(path, _no_generation, methods=["POST"], response_model=None, include_in_schema=False)
+            app.add_api_route(path, self._other_kind, methods=["POST"], response_model=None, include_in_schema=False)
         get("/v1/models", self.models)
         get("/v1/models/{name:path}", self.model)
         get("/health", self.health)
@@ -240,6 +246,19 @@ class Api:
             raise bad_request(f"tokens must be from 0 to {size - 1}, and {unknown} is among them", "tokens")
         return {"prompt": await text.decode(request.tokens)}
 
+    async def _other_kind(self, request: Request) -> Response:
+        async def refuse(body: bytes) -> None:
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # audio routes take forms
+                self._named(msgspec.json.decode(body, type=_Naming).model)
+            raise bad_request(
+                f"{request.url.path} is for another kind of model: those served here generate text, with "
+                "/v1/chat/completions and /v1/completions",
+                "model",
+                "unsupported_model",
+            )
+
+        return await self._reply(refuse, request)
+
     async def _reply(self, compute: Callable[[bytes], Awaitable[Any]], request: Request) -> Response:
         """Serve one request that needs no engine."""
         try:
@@ -273,7 +292,7 @@ class Api:
                 body = await _read(request, self._config.max_body_bytes)
                 job = await prepare(body)
                 names, metrics = job.names, job.model.metrics
-                choices = [Choice() for _ in range(len(job.prompts) * job.n)]
+                choices = [Choice() for _ in range(len(job.prompts) * job.best_of)]
                 watch = _Stopwatch(metrics, start, len(choices))
                 async with aclosing(self._chunks(job)) as chunks:
                     async for index, chunk in chunks:
@@ -287,9 +306,12 @@ class Api:
                         if events := job.format.event(index, chunk):
                             await send(_body(events))
                 reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
-                usage = usage_of(choices, job.n)
+                usage = usage_of(choices, job.best_of)
                 if not job.stream:
-                    await respond(Response(job.format.whole(choices, usage), media_type="application/json"))
+                    # Aside: a long prompt's log-probabilities would hold up everybody's streams.
+                    whole = partial(job.format.whole, _chosen(job, choices), usage)
+                    answer = whole() if job.params.prompt_logprobs is None else await asyncio.to_thread(whole)
+                    await respond(Response(answer, media_type="application/json"))
                     return
                 await send(_body(job.format.end(usage), more=False))
         except ClientDisconnect:
@@ -320,12 +342,22 @@ class Api:
 
     async def _chunks(self, job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
         """The chunks of all choices, as they come, each with its choice's index. Closing it aborts all of them."""
+        if job.beams is not None:
+            async with aclosing(beam.chunks(job)) as chosen:
+                async for choice in chosen:
+                    yield choice
+            return
         streams = [
             job.model.engines.generate(
-                prompt, _seeded(job.params, i), clip=job.clip, priority=job.priority, cache_salt=job.cache_salt
+                prompt,
+                _params(job, i),
+                clip=job.clip,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                token_ids=job.token_ids,
             )
             for prompt in job.prompts
-            for i in range(job.n)
+            for i in range(job.best_of)
         ]
         if len(streams) == 1:
             async with aclosing(streams[0]) as stream:
@@ -407,11 +439,29 @@ class _Stopwatch:
         self._tokens[index] = tokens
 
 
-def _seeded(params: SamplingParams, choice: int) -> SamplingParams:
-    """Each of n choices has a seed of its own, or a seeded request would return n equal texts."""
-    if choice == 0 or params.seed is None:
+def _params(job: Job, sequence: int) -> SamplingParams:
+    """Each sequence of a prompt has a seed of its own, or a seeded request would return equal texts.
+
+    One scores the prompt for all of them, but in a stream, where none waits for another.
+    """
+    params = job.params
+    if sequence == 0:
         return params
-    return replace(params, seed=(params.seed + choice) % 2**63)
+    seed = params.seed if params.seed is None else (params.seed + sequence) % 2**63
+    return replace(params, seed=seed, prompt_logprobs=params.prompt_logprobs if job.stream else None)
+
+
+def _chosen(job: Job, sequences: list[Choice]) -> list[Choice]:
+    """The choices of a whole answer: of each prompt's sequences the n likeliest, best first, where there are more."""
+    choices: list[Choice] = []
+    for begin in range(0, len(sequences), job.best_of):
+        some = sequences[begin : begin + job.best_of]
+        for choice in some[1:]:
+            choice.prompt_scores = some[0].prompt_scores
+        if job.best_of > job.n:
+            some = sorted(some, key=lambda choice: choice.mean_logprob, reverse=True)
+        choices += some[: job.n]
+    return choices
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -437,16 +487,6 @@ async def _read(request: Request, limit: int) -> bytes:
             408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s; send it again", code="request_timeout"
         ) from None
     return b"".join(parts)
-
-
-async def _no_generation(request: Request) -> Response:
-    raise ApiError(
-        400,
-        f"{request.url.path} is for another kind of model: those served here generate text, with /v1/chat/completions "
-        "and /v1/completions",
-        param="model",
-        code="unsupported_model",
-    )
 
 
 def _json(value: Any) -> Response:

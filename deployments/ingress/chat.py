@@ -18,7 +18,7 @@ import msgspec
 
 from deployments.ingress.parts import Arguments, Call, Item, Part, Reasoning, Text
 from deployments.ingress.reading import Reader, Reading
-from deployments.ingress.streaming import ChatFormat, Choice, Pieces, Usage, finished
+from deployments.ingress.streaming import ChatFormat, Choice, Extras, Usage, finished
 from deployments.messages import Chunk
 
 _json = msgspec.json.encode
@@ -27,39 +27,31 @@ _json = msgspec.json.encode
 class ChatPartsFormat(ChatFormat):
     """The plain format stays as fast as it is: this one is used only where there is something to look for."""
 
-    def __init__(
-        self, id: str, created: int, model: str, include_usage: bool, pieces: Pieces | None, reading: Reading
-    ) -> None:
-        super().__init__(id, created, model, include_usage, pieces)
+    def __init__(self, id: str, created: int, model: str, extras: Extras, reading: Reading) -> None:
+        super().__init__(id, created, model, extras)
         self._reading = reading
         self._readers: dict[int, Reader] = {}
+        self._opened: set[int] = set()  # choices whose role was sent
 
     def event(self, index: int, chunk: Chunk) -> bytes:
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = Reader(self._reading)
         parts = reader.read(chunk.text, chunk.completion_tokens, last=chunk.finish_reason is not None)
-        deltas = [self._delta(index, part) for part, _ in parts]
-        if not deltas and chunk.logprobs:
-            deltas = [b""]  # they belong to tokens whose text is held back, or was a mark
-        logprobs = _json(self._logprobs(chunk.logprobs)) if self._pieces else b"null"
-        events = []
-        for delta in deltas:
-            events.append(self._event(index, delta, logprobs, b',"finish_reason":null}'))
-            logprobs = b"null"
+        tokens, events = self._tokens(chunk), []
+        for part, _ in parts:
+            events.append(self._event(index, chunk, self._delta(index, part), tokens, b',"finish_reason":null}'))
+            tokens = self._tokens(None)
+        if not events and (chunk.logprobs or chunk.token_ids):  # of tokens whose text is held back, or was a mark
+            events.append(self._event(index, chunk, b"", tokens, b',"finish_reason":null}'))
         if chunk.finish_reason is not None:
-            reason = _finish_reason(chunk.finish_reason, reader)
-            events.append(self._event(index, self._delta(index, None), b"null", finished(reason, chunk.stop_reason)))
+            finish = finished(_finish_reason(chunk.finish_reason, reader), chunk.stop_reason)
+            events.append(self._event(index, chunk, self._delta(index, None), self._tokens(None), finish))
         return b"".join(events)
 
-    def _event(self, index: int, delta: bytes, logprobs: bytes, finish: bytes) -> bytes:
-        return b'%b{"index":%d,"delta":{%b},"logprobs":%b%b%b' % (
-            self._frame.head, index, delta, logprobs, finish, self._frame.tail,
-        )  # fmt: skip
-
     def _delta(self, index: int, part: Part | None) -> bytes:
-        begins = index not in self._started
-        self._started.add(index)
+        begins = index not in self._opened
+        self._opened.add(index)
         match part:
             case Text(text):
                 delta = b'"content":' + _json(text)
@@ -83,19 +75,11 @@ class ChatPartsFormat(ChatFormat):
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         readers = [read(self._reading, choice) for choice in choices]
-        answer = dict(self._answer)
-        answer["choices"] = [
-            {
-                "index": index,
-                "message": _message(reader),
-                "logprobs": self._logprobs(choice.logprobs) if self._pieces else None,
-                "finish_reason": _finish_reason(choice.finish_reason or "stop", reader),
-                "stop_reason": choice.stop_reason,
-            }
-            for index, (choice, reader) in enumerate(zip(choices, readers, strict=True))
+        found = [
+            (_message(reader), _finish_reason(choice.finish_reason or "stop", reader))
+            for choice, reader in zip(choices, readers, strict=True)
         ]
-        answer["usage"] = self._with_reasoning(usage, readers).asdict()
-        return _json(answer)
+        return self._whole(choices, found, self._with_reasoning(usage, readers))
 
     def _with_reasoning(self, usage: Usage, readers: Any) -> Usage:
         if self._reading.opened is None:

@@ -24,6 +24,8 @@ from deployments.ingress.errors import ApiError, internal, overloaded, unavailab
 from deployments.messages import Chunk, GenerateCall, Refusal, decode, merged
 from deployments.pacing import Pacer
 from deployments.routing import registry
+from deployments.routing.load import LoadReport
+from nanoengine.cache.events import PrefixEvents
 from nanoengine.sampling.params import SamplingParams
 
 logger = logging.getLogger("ray.serve")
@@ -68,6 +70,7 @@ class EngineClient:
         clip: bool = False,
         priority: int = 0,
         cache_salt: str = "",
+        token_ids: bool = False,
     ) -> AsyncGenerator[Chunk]:
         """The chunks of one sequence; the last one has a finish reason. Leaving the loop aborts it.
 
@@ -86,6 +89,7 @@ class EngineClient:
                 priority=priority,
                 cache_salt=cache_salt,
                 avoid=avoid,
+                token_ids=token_ids,
             )
             inbox = self._inboxes[call.number] = _Inbox()
             stream = self._handle.remote(call)
@@ -160,6 +164,10 @@ class EngineClient:
         if (inbox := self._inboxes.get(number)) is not None:  # else the client has left
             inbox.put(chunk)
 
+    def _observe(self, replica: str, load: LoadReport | None, prefixes: list[PrefixEvents]) -> None:
+        if (router := registry.ROUTERS.get(self._key)) is not None:
+            router.observe(replica, load, prefixes)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -169,11 +177,13 @@ class EngineClient:
     async def run(self) -> None:
         """Keep a channel open to each replica, and the pace. For ever; start it once, on the requests' event loop."""
         self._spawn(self._pacer.run())
-        channels = ChannelClient(self._name, self._deliver)
+        channels = ChannelClient(self._name, self._deliver, self._observe)
         while True:
             if (router := registry.ROUTERS.get(self._key)) is not None:
                 told = router.replica_metadata.items()
                 channels.connect({id: msgspec.convert(data["channel"], Address) for id, data in told if data})
+                for replica in router.wants():
+                    channels.resync(replica)
             await asyncio.sleep(POLL_S)
 
 

@@ -24,7 +24,7 @@ from deployments.ingress.errors import ANTHROPIC, ApiError, bad_request
 from deployments.ingress.parts import Arguments, Call, Item, Part, Reasoning, Text
 from deployments.ingress.protocol import MAX_TOOLS, ChatRequest, chat_request
 from deployments.ingress.reading import Reader, Reading
-from deployments.ingress.streaming import Choice, Pieces, Usage
+from deployments.ingress.streaming import Choice, Extras, Usage
 from deployments.messages import Chunk
 
 _json = msgspec.json.encode
@@ -222,9 +222,7 @@ def _choice(choice: Choosing) -> dict[str, Any]:
 class MessagesFormat:
     """message, whole and as events."""
 
-    def __init__(
-        self, id: str, created: int, model: str, include_usage: bool, pieces: Pieces | None, reading: Reading
-    ) -> None:
+    def __init__(self, id: str, created: int, model: str, extras: Extras, reading: Reading) -> None:
         self._head = {"id": id, "type": "message", "role": "assistant", "model": model}
         self._reading = reading
         self._reader = Reader(reading)

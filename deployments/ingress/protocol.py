@@ -52,16 +52,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),
     "best_of": (1,),
-    "prompt_logprobs": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "chat_template": (),
     "documents": ([],),
-    "continue_final_message": (False,),
     "echo_prompt": (False,),
     "prompt_embeds": (),
     "mm_processor_kwargs": (),
@@ -70,9 +63,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 
-INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
-"""OpenAI's names of 2023 for what it has replaced. They are refused, not mapped: the answer would have to be in the old
-shape too, which no client of today reads, and the message says what to send."""
+INSTEAD = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "suffix": "text is only ever continued at its end; for a model that was trained to fill in the middle, put its own "
+    "marks into the prompt",
+}
+"""What to do about a field that is refused. OpenAI's names of 2023 for what it has replaced are not mapped: the answer
+would have to be in the old shape too, which no client of today reads."""
 
 MAX_TOOLS = 128  # OpenAI's limit
 MAX_BIASES = 1024  # as many as an engine takes
@@ -121,6 +119,7 @@ def _biases(value: Any) -> Any:
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Request(StructuredFields):
@@ -155,14 +154,29 @@ class Request(StructuredFields):
     bad_words: Many[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None  # n beams, and the n best answers
+    length_penalty: float | None = Field(None, ge=-10, le=10)  # above 1 for longer answers
+    early_stopping: bool | Literal["never"] | None = None  # of beam search, as in transformers
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def sequences(self) -> int:
+        """How many are generated for each prompt."""
+        return self.n or 1
 
-    def sampling(self, defaults: Mapping[str, Any], *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling(
+        self,
+        defaults: Mapping[str, Any],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+    ) -> SamplingParams:
         """The engine's parameters, of ``defaults`` what the request does not set.
 
         Raises ``InvalidRequestError`` naming the field that is out of range.
@@ -176,6 +190,7 @@ class Request(StructuredFields):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             max_tokens=max_tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -245,6 +260,7 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -280,7 +296,13 @@ class CompletionRequest(Request):
         BeforeValidator(_prompts, json_schema_input_type=str | list[int] | list[str | list[int]]),
     ]
     logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1)
     add_special_tokens: bool | None = None
+
+    @property
+    def sequences(self) -> int:
+        return self.best_of or self.n or 1
 
 
 R = TypeVar("R", bound=BaseModel)
@@ -299,7 +321,7 @@ def parse(model: type[R], body: bytes) -> R:
             continue
         if name in UNSUPPORTED:
             if data[name] is not None and data[name] not in UNSUPPORTED[name]:
-                hint = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
+                hint = f": {INSTEAD[name]}" if name in INSTEAD else ""
                 raise bad_request(f"{name} is not supported by this server{hint}", name, "unsupported_parameter")
         elif name not in INFORMATIVE:
             near = difflib.get_close_matches(name[:MAX_PARAM], model.model_fields, n=1)

@@ -20,7 +20,7 @@ from deployments.ingress.errors import ApiError, bad_request
 from deployments.ingress.parts import Arguments, Call, Item, Part, Reasoning, Text
 from deployments.ingress.protocol import MAX_TOOLS, ChatRequest, chat_request
 from deployments.ingress.reading import Reader, Reading
-from deployments.ingress.streaming import Choice, Pieces, Usage
+from deployments.ingress.streaming import Choice, Extras, Usage
 from deployments.messages import Chunk
 
 _json = msgspec.json.encode
@@ -241,8 +241,7 @@ class ResponsesFormat:
         id: str,
         created: int,
         model: str,
-        include_usage: bool,
-        pieces: Pieces | None,
+        extras: Extras,
         reading: Reading,
         request: ResponsesRequest,
     ) -> None:

@@ -50,10 +50,15 @@ class TextFrontend:
     def _encode(self, text: str, add_special_tokens: bool) -> npt.NDArray[np.int32]:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), np.int32)
 
-    async def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
-        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=False)
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        decode = partial(self._tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._pool, decode)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self._tokenizer.eos_token_ids
 
     @property
     def vocab_size(self) -> int:

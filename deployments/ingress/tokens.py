@@ -21,6 +21,7 @@ class TokenizeRequest(BaseModel):
     messages: Many[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None  # of a prompt: true if absent; a rendered template has them already
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Many[Tool] | None = Field(None, max_length=MAX_TOOLS)
     return_token_strs: bool | None = None
@@ -36,6 +37,7 @@ class TokenizeRequest(BaseModel):
             messages=self.messages,
             tools=self.tools,
             add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 

@@ -6,9 +6,12 @@ Reach it as ``registry.ROUTERS``: Serve pickles a router's module by value, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
+
+from deployments.routing.load import LoadReport
+from nanoengine.cache.events import PrefixEvents
 
 
 class Routing(Protocol):
@@ -17,6 +20,12 @@ class Routing(Protocol):
     @property
     def live_replicas(self) -> int:
         """Replicas that are running and whose engines are not known to be dead."""
+
+    def observe(self, replica: str, load: LoadReport | None, prefixes: Sequence[PrefixEvents]) -> None:
+        """What a replica, by unique id, tells of itself."""
+
+    def wants(self) -> Collection[str]:
+        """Replicas that should be asked for all prefixes that they hold; each is named once."""
 
     @property
     def replica_metadata(self) -> Mapping[str, Mapping[str, Any]]:

@@ -1,4 +1,5 @@
-"""EngineRouter: Serve's hook through which a handle asks which replica a call goes to.
+"""EngineRouter: Serve's hook through which a handle asks which replica a call goes to. What it decides by is in
+``RoutingCore``; here is what Serve needs around it.
 
 Serve's documented hook, ``choose_replicas``, hangs a request for ever when it raises, and hangs all but one of several
 calls made under one parent request. So this overrides ``_choose_replica_for_request``, as Ray's own CapacityQueueRouter
@@ -9,16 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deployments.messages import GenerateCall
 from deployments.routing import registry
-from deployments.routing.load import LoadBook
-from deployments.routing.policy import POLICIES, LeastLoad, RouteRequest, RoutingPolicy
+from deployments.routing.core import Choice, Question, RouteRequest, RoutingCore
+from deployments.routing.load import LoadReport, ReplicaInfo, read_report
+from deployments.routing.policies import POLICIES
+from deployments.routing.policies.base import RoutingPolicy
+from nanoengine.cache.events import PrefixEvents
 
 logger = logging.getLogger("ray.serve")
 
@@ -26,26 +33,35 @@ FULL_WAIT_S = 0.25
 """How long a call waits for room before replicas are probed. A completion wakes it at once; this covers those that
 another ingress caused."""
 
+TEND_S = 0.1
+"""How often the index is tended: expired, swept, looked through for gaps."""
+
 
 class EngineRouter(RequestRouter):
-    """Least load by default. It cannot raise, and waits only where no replica is up or all are full."""
+    """By prefixes and load, by default. It cannot raise, and waits only where no replica is up or all are full.
+
+    Serve calls it on the event loop of the handle's router; ``observe`` and ``wants`` are called on the ingress's.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._book = LoadBook()
-        self._fallback = LeastLoad()
-        self._policy: RoutingPolicy = self._fallback
+        self._core = RoutingCore(self.policy_of(), time.monotonic)
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._by_id: dict[str, RunningReplica] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news: deque[tuple[str, LoadReport | None, Sequence[PrefixEvents]]] = deque()
+        self._reading = False  # whether ``_read_news`` is on its way
+        self._tended_at = 0.0
+        self._wanted: set[str] = set()
         self.replica_metadata: dict[str, dict[str, Any]] = {}
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Takes ``request_router_kwargs``, as ``policy_of`` does."""
-        self._policy = self.policy_of(**kwargs)
+        self._core = RoutingCore(self.policy_of(**kwargs), time.monotonic)
 
     @staticmethod
-    def policy_of(policy: str = "least_load", **options: Any) -> RoutingPolicy:
+    def policy_of(policy: str = "prefix", **options: Any) -> RoutingPolicy:
         """The policy of this name and these options. Raises ``ValueError`` or ``TypeError`` where there is none."""
         if policy not in POLICIES:
             raise ValueError(f"unknown routing policy {policy!r}: known are {', '.join(POLICIES)}")
@@ -53,65 +69,56 @@ class EngineRouter(RequestRouter):
 
     @property
     def live_replicas(self) -> int:
-        return len(self._by_id.keys() - self._book.dead)
+        return len(self._by_id.keys() - self._core.dead)
+
+    # -- choosing ------------------------------------------------------------------------------------------------
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        call = pending_request.args[0] if pending_request.args else None
-        if isinstance(call, GenerateCall):
-            self._book.ingress = call.ingress
-        else:
-            call = None
+        call = _call(pending_request)
+        if call is not None:
+            self._core.fleet.ingress = call.ingress
+        request = _request(call, pending_request)
         attempt = 0
         while True:
             while not self._by_id:
                 self._replicas_updated_event.clear()
                 await self._replicas_updated_event.wait()
-            chosen = self._choose(call)
-            if chosen is not None:
-                # Choosing and reserving are one step, with no await between: of two calls the second sees the first.
-                self._book.reserve(
-                    chosen.replica_id.unique_id,
-                    pending_request.metadata.internal_request_id,
-                    call.number if call else 0,
-                    len(call.prompt) if call else 0,
-                )
-                return chosen
+            # Choosing and reserving are one step, with no await between: of two calls the second sees the first.
+            self._read_news()
+            question = self._core.look_up(request)
+            choice = self._choose(call, question)
+            if choice is not None:
+                request_id = pending_request.metadata.internal_request_id
+                self._core.reserve(question, choice, request_id, call.number if call else 0)
+                if call is not None:
+                    expecting = msgspec.structs.replace(call, expected_cached=choice.cached_tokens)
+                    pending_request.args = [expecting, *pending_request.args[1:]]
+                return self._by_id[choice.replica]
             await self._wait_for_room()
             attempt += 1
             if attempt % 4 == 0:  # counts may be stale where other ingresses fill the same replicas
                 await self._probe_queue_lens(list(self._replicas.values()), 0)
 
-    def _choose(self, call: GenerateCall | None) -> RunningReplica | None:
-        """The policy's choice among those with room; None where all are full."""
-        candidates = self._candidates(call)
-        while candidates:
-            id = self._ask_policy(call, candidates)
-            if self._has_room(self._by_id[id]):
-                return self._by_id[id]
-            candidates = [other for other in candidates if other != id]
+    def _choose(self, call: GenerateCall | None, question: Question) -> Choice | None:
+        """The best of those with room; None where all are full."""
+        out, dead = self._excluded(call)
+        while (choice := self._core.choose(question, out, even_dead=dead)) is not None:
+            if self._has_room(self._by_id[choice.replica]):
+                return choice
+            out.add(choice.replica)
         return None
 
-    def _candidates(self, call: GenerateCall | None) -> list[str]:
-        """Replicas that may serve the call. Where all are dead or failed it before, any: a hint must not hang it."""
-        everyone = list(self._by_id)
-        if not self._book.dead and not (call and call.avoid):
-            return everyone
-        live = [id for id in everyone if id not in self._book.dead] or everyone
-        return [id for id in live if not call or id not in call.avoid] or live
-
-    def _ask_policy(self, call: GenerateCall | None, candidates: list[str]) -> str:
-        loads = self._book.loads(candidates)
-        request = RouteRequest(call.prompt, call.cache_salt) if call else RouteRequest(np.empty(0, np.int32))
-        try:
-            chosen = self._policy.choose(request, loads)
-            if chosen in candidates:
-                return chosen
-            logger.error("the routing policy chose %r, which is none of its candidates", chosen)
-        except Exception:
-            logger.exception("the routing policy failed; taking the least loaded replica")
-        return self._fallback.choose(request, loads)
+    def _excluded(self, call: GenerateCall | None) -> tuple[set[str], bool]:
+        """Replicas that failed the call before, and whether dead ones may serve it: where there are no others they may,
+        for a hint must not hang it."""
+        avoid = set(call.avoid) if call else set()
+        dead = self._core.dead
+        if not avoid and not dead:
+            return avoid, False
+        live = self._by_id.keys() - dead
+        return (avoid if live - avoid else set()), not live
 
     def _has_room(self, replica: RunningReplica) -> bool:
         known = self._replica_queue_len_cache.get(replica.replica_id)
@@ -136,17 +143,49 @@ class EngineRouter(RequestRouter):
                 turn.set_result(None)
                 return
 
+    # -- what it is told -----------------------------------------------------------------------------------------
+
+    def observe(self, replica: str, load: LoadReport | None, prefixes: Sequence[PrefixEvents]) -> None:
+        """What a replica tells of itself. From any thread."""
+        self._news.append((replica, load, prefixes))
+        if not self._reading and self._loop is not None:
+            self._reading = True
+            self._loop.call_soon_threadsafe(self._read_news)
+
+    def wants(self) -> Collection[str]:
+        """Replicas that should be asked for all prefixes that they hold; each is named once. From any thread."""
+        wanted, self._wanted = self._wanted, set()
+        return wanted
+
+    def _read_news(self) -> None:
+        self._reading = False
+        while self._news:
+            replica, load, prefixes = self._news.popleft()
+            for events in prefixes:
+                self._core.prefixes(replica, events)
+            if load is not None:  # after the events that it knows of
+                self._core.load(replica, load)
+        now = time.monotonic()
+        if now - self._tended_at > TEND_S:
+            self._tended_at = now
+            self._wanted |= set(self._core.wants())
+
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Serve calls this once for each call that was sent, however it ended."""
-        self._book.release(replica_id.unique_id, internal_request_id)
+        self._core.release(replica_id.unique_id, internal_request_id)
         self._wake_next()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Serve calls this when replicas come or go, and with every new report of any of them."""
         super().update_replicas(replicas)
+        self._loop = asyncio.get_running_loop()
         self._by_id = {r.replica_id.unique_id: r for r in replicas}
-        self._book.update({r.replica_id.unique_id: r.routing_stats for r in replicas})
         self.replica_metadata = {r.replica_id.unique_id: r.replica_metadata for r in replicas}
+        self._core.set_replicas({id: _info(data) for id, data in self.replica_metadata.items()})
+        for id, replica in self._by_id.items():
+            if (report := read_report(replica.routing_stats)) is not None:
+                self._core.load(id, report)
+        self._read_news()
         for _ in range(len(self._waiting)):
             self._wake_next()
 
@@ -154,15 +193,37 @@ class EngineRouter(RequestRouter):
         """Serve calls this when a call finds a replica gone, before the controller has noticed."""
         super().on_replica_actor_died(replica_id)
         self._by_id.pop(replica_id.unique_id, None)
+        self._core.forget(replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """The abstract method of the base class, which only ``handle.choose_replica(_reserve=False)`` still reaches."""
-        call = pending_request.args[0] if pending_request and pending_request.args else None
-        call = call if isinstance(call, GenerateCall) else None
+        call = _call(pending_request)
+        question = self._core.look_up(_request(call, pending_request))
         rest = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        others = set(self._by_id.keys() - rest.keys())
         ranks = []
-        while rest:
-            ranks.append([rest.pop(self._ask_policy(call, list(rest)))])
-        return ranks
+        while rest and (choice := self._core.choose(question, others)) is not None:
+            ranks.append([rest.pop(choice.replica)])
+            others.add(choice.replica)
+        return ranks + [[replica] for replica in rest.values()]
+
+
+def _call(pending_request: PendingRequest | None) -> GenerateCall | None:
+    call = pending_request.args[0] if pending_request and pending_request.args else None
+    return call if isinstance(call, GenerateCall) else None
+
+
+def _request(call: GenerateCall | None, pending_request: PendingRequest | None) -> RouteRequest:
+    session = pending_request.metadata.session_id if pending_request else ""
+    if call is None:
+        return RouteRequest(np.empty(0, np.int32), session=session)
+    return RouteRequest(call.prompt, call.cache_salt, session)
+
+
+def _info(metadata: dict[str, Any] | None) -> ReplicaInfo:
+    try:
+        return msgspec.convert((metadata or {})["routing"], ReplicaInfo)
+    except (KeyError, TypeError, msgspec.ValidationError):
+        return ReplicaInfo()  # another version's replica: it is served by its load

@@ -14,12 +14,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from nanoengine.cache.events import PrefixLog
+
 
 class BlockPool:
     """``num_blocks`` blocks, numbered from 0."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, log: PrefixLog | None = None) -> None:
+        """``log`` is told what leaves the index; of what enters it, by whoever publishes, who knows the tokens."""
         self.num_blocks = num_blocks
+        self.log = log
         self.evictions = 0
         self._refs = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
@@ -31,6 +35,11 @@ class BlockPool:
     def available(self) -> int:
         """Blocks that ``allocate`` can give."""
         return len(self._blank) + len(self._cached)
+
+    @property
+    def filled(self) -> int:
+        """Blocks that are not blank: what is written beyond the blank ones evicts something."""
+        return self.num_blocks - len(self._blank)
 
     @property
     def used(self) -> int:
@@ -70,6 +79,8 @@ class BlockPool:
                 del self._index[key]
                 self._key[block] = None
                 self.evictions += 1
+                if self.log is not None:
+                    self.log.evicted(block)
             self._refs[block] = 1
             blocks.append(block)
         return blocks
@@ -104,6 +115,8 @@ class BlockPool:
         for block in self._index.values():
             self._key[block] = None
         self._index.clear()
+        if self.log is not None:
+            self.log.cleared()
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Assert every invariant, given the block lists of all who hold references. For tests and the idle checker."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanoengine.outputs import TokenLogprob
+from nanoengine.outputs import PromptScores, TokenLogprob
 from nanoengine.scheduling.step import IntArray, Step
 
 
@@ -15,6 +15,7 @@ class StepResult:
 
     tokens: IntArray
     logprobs: dict[int, TokenLogprob]  # by row
+    scores: tuple[PromptScores, ...] = ()  # of each of ``step.scorings``
 
 
 class PendingStep(Protocol):

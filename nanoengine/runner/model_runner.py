@@ -14,12 +14,13 @@ from torch import Tensor
 from nanoengine.attention.base import AttentionBackend, Batch, DecodeWork, ForwardContext, KVCache
 from nanoengine.attention.decode_plan import DecodePlanner
 from nanoengine.models.registry import CausalLM
-from nanoengine.outputs import TokenLogprob
+from nanoengine.outputs import PromptScores, TokenLogprob
 from nanoengine.runner.base import StepResult
 from nanoengine.runner.cuda_graphs import DecodeGraphs, batch_sizes
 from nanoengine.runner.inputs import FlatInputs, Staging, flatten, words
 from nanoengine.sampling.sampler import Logprobs, Sampler
-from nanoengine.scheduling.step import IntArray, Step
+from nanoengine.sampling.scores import Scores, score
+from nanoengine.scheduling.step import IntArray, Scoring, Step
 
 _SPECIAL_ROWS = 64  # at once: bounds the float32 copies of logits that penalties and log-probabilities work on
 
@@ -82,11 +83,12 @@ class ModelRunner:
             asked = admission.params.logprobs
             self._num_logprobs[admission.slot] = -1 if asked is None else asked
         inputs = flatten(step, self._cache.block_size)
-        logits = None
+        logits: Tensor | None = None
+        scores: list[Scores] = []
         if self._graphs is not None and step.num_decodes == len(step.slots):
             logits = self._replay(step, inputs)
         if logits is None:
-            logits = self._eager(step, inputs)
+            logits, scores = self._eager(step, inputs)
 
         rows = inputs.sampled_rows
         slots, positions = step.slots[rows], inputs.seq_lens[rows]  # the token sampled comes right after the context
@@ -95,10 +97,11 @@ class ModelRunner:
         special = self._sampler.special(slots, positions)
         special[constrained] = False
         self._sample_specially(sampling, np.flatnonzero(special))
-        return _Launched(self, len(step.slots), sampling, constrained)
+        return _Launched(self, step, sampling, constrained, scores)
 
-    def _eager(self, step: Step, inputs: FlatInputs) -> Tensor:
-        """Any step, one operation after the other. Returns the logits of the rows that sample, in order."""
+    def _eager(self, step: Step, inputs: FlatInputs) -> tuple[Tensor, list[Scores]]:
+        """Any step, one operation after the other. Returns the logits of the rows that sample, in order, and what
+        ``step.scorings`` ask for."""
         admitted = np.array([admission.slot for admission in step.admissions], np.int32)
         rows, decodes = inputs.sampled_rows, step.num_decodes
         plans: tuple[IntArray, ...] = ()
@@ -132,12 +135,27 @@ class ModelRunner:
         if len(tokens):
             input_ids = torch.cat((input_ids, tokens))
         hidden = self._model(input_ids, positions, ForwardContext(self._backend, self._cache, batch))
+        scores = []
+        for scoring in step.scorings:
+            begin = int(inputs.query_start[scoring.row]) + scoring.first - 1 - int(step.starts[scoring.row])
+            scores.append(self._score(hidden[begin : begin + len(scoring.targets)], scoring))
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, sampled_at)
         logits = self._model.logits(hidden)[:, : self._sampler.vocab_size]
         if fused is not None and len(rows):
             fused(logits, sampled_slots, sampled_positions, self._tokens[: len(rows)], self._last_token)
-        return logits
+        return logits, scores
+
+    def _score(self, hidden: Tensor, scoring: Scoring) -> Scores:
+        """Log-probabilities of tokens from the hidden states [n, hidden_size] before each, a few rows at a time: the
+        logits of a whole chunk of a prompt would take gigabytes."""
+        targets = torch.from_numpy(scoring.targets.astype(np.int64)).to(self.device)
+        parts = []
+        for begin in range(0, len(hidden), _SPECIAL_ROWS):
+            some = slice(begin, begin + _SPECIAL_ROWS)
+            logits = self._model.logits(hidden[some])[:, : self._sampler.vocab_size]
+            parts.append(score(logits, targets[some], scoring.top))
+        return Scores(*map(torch.cat, zip(*parts, strict=True)))
 
     @torch.inference_mode()
     def constrain(self, sampling: _Sampling, at: IndexArray, masks: IntArray) -> None:
@@ -263,22 +281,26 @@ class _Sampling:
 class _Launched:
     """A step whose tokens may still be on the way from the device."""
 
-    def __init__(self, runner: ModelRunner, num_rows: int, sampling: _Sampling, constrained: IndexArray) -> None:
-        self._runner, self._num_rows, self._rows = runner, num_rows, sampling.rows
-        self._waiting = (sampling, constrained)
+    def __init__(
+        self, runner: ModelRunner, step: Step, sampling: _Sampling, constrained: IndexArray, scores: list[Scores]
+    ) -> None:
+        self._runner, self._num_rows, self._rows = runner, len(step.slots), sampling.rows
+        self._scorings = step.scorings
+        self._waiting = (sampling, constrained, scores)
         if not len(constrained):
-            self._copy(sampling)
+            self._copy(sampling, scores)
 
     def constrain(self, masks: IntArray) -> None:
-        sampling, constrained = self._waiting
+        sampling, constrained, scores = self._waiting
         self._runner.constrain(sampling, constrained, masks)
-        self._copy(sampling)
+        self._copy(sampling, scores)
 
-    def _copy(self, sampling: _Sampling) -> None:
+    def _copy(self, sampling: _Sampling, scores: list[Scores]) -> None:
         """All rows are sampled: start the way to the host."""
         del self._waiting  # and with it the logits
         self._tokens = _to_host(self._runner.tokens(len(self._rows))) if len(self._rows) else None
         self._logprobs = [(r, asked, Logprobs(*map(_to_host, found))) for r, asked, found in sampling.logprobs]
+        self._scores = [Scores(*map(_to_host, some)) for some in scores]
         # Waited for alone: what was launched since need not be done.
         self._copied = torch.cuda.Event() if self._runner.device.type == "cuda" else None
         if self._copied is not None:
@@ -297,7 +319,10 @@ class _Launched:
                 if k >= 0:
                     top = zip(top_ids[i, :k].tolist(), top_logprobs[i, :k].tolist(), strict=True)
                     logprobs[row] = TokenLogprob(int(tokens[row]), float(chosen[i]), tuple(top))
-        return StepResult(tokens, logprobs)
+        scores = []
+        for scoring, some in zip(self._scorings, self._scores, strict=True):
+            scores.append(PromptScores(scoring.first, *(tensor.numpy().tobytes() for tensor in some)))
+        return StepResult(tokens, logprobs, tuple(scores))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

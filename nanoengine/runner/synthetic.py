@@ -13,9 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from nanoengine.outputs import PromptScores
 from nanoengine.runner.base import StepResult
 from nanoengine.runner.inputs import flatten
-from nanoengine.scheduling.step import IntArray, Step
+from nanoengine.scheduling.step import IntArray, Scoring, Step
 from nanoengine.structured.masks import allowed
 
 _Hash = npt.NDArray[np.uint64]
@@ -72,6 +73,8 @@ class SyntheticRunner:
         sampled = self.token(digest)
         self._last_token[step.slots[step.samples]] = sampled[step.samples]
 
+        scores = tuple(self._score(scoring, seen[scoring.row]) for scoring in step.scorings)
+
         def constrain(masks: IntArray) -> None:
             rows = step.constrained
             for row, mask in zip(rows.tolist(), masks, strict=True):
@@ -81,7 +84,19 @@ class SyntheticRunner:
 
         duration = self._step_seconds + (step.num_tokens - step.num_decodes) / self._prefill_rate
         self._busy_until = max(self._busy_until, time.monotonic()) + duration
-        return _Timed(StepResult(sampled, {}), self._busy_until, constrain)
+        return _Timed(StepResult(sampled, {}, scores), self._busy_until, constrain)
+
+    def _score(self, scoring: Scoring, seen: _Hash) -> PromptScores:
+        """Log-probabilities that depend, as tokens do, on all content before; the likeliest are always the first ids.
+
+        ``seen``: the content of the row's blocks, in order.
+        """
+        n, first = len(scoring.targets), scoring.first
+        before = np.cumsum(seen[: first + n - 1], dtype=np.uint64)[first - 1 :]
+        logprobs = -(_mix(before + scoring.targets.astype(np.uint64)) % np.uint64(1000)).astype(np.float32) / 100
+        top = np.broadcast_to(np.arange(scoring.top, dtype=np.int32), (n, scoring.top))
+        ones = np.ones(n, np.int32)
+        return PromptScores(first, logprobs.tobytes(), ones.tobytes(), top.tobytes(), top.astype(np.float32).tobytes())
 
     def token(self, digest: _Hash) -> IntArray:
         """The next token of each row (int32 [rows]) from the sum of all that it read (uint64 [rows])."""

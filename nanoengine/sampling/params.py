@@ -35,7 +35,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted once from tokens already in the output
     frequency_penalty: float = 0.0  # subtracted per occurrence in the output
     seed: int | None = None  # modulo 2**64; same seed, same tokens, whatever else is in the batch
-    max_tokens: int | None = 16  # None: up to the model's context
+    max_tokens: int | None = 16  # None: up to the model's context. 0, with prompt_logprobs, only scores the prompt
     min_tokens: int = 0  # until then no end-of-sequence or stop token can be sampled and no stop string acts
     stop: tuple[str, ...] = ()  # a string or a sequence of them; the one that is complete first ends the answer
     stop_token_ids: tuple[int, ...] = ()  # act with ignore_eos too
@@ -45,6 +45,7 @@ class SamplingParams:
     visible_special_tokens: tuple[int, ...] = ()  # shown all the same: marks that a parser of the text needs
     detokenize: bool = True  # off: token ids only, no text, no stop strings
     logprobs: int | None = None  # also return the log-probability of each token and of this many likeliest
+    prompt_logprobs: int | None = None  # the same of each token of the prompt, which is then computed from its start
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit, before penalties and temperature
     allowed_token_ids: tuple[int, ...] = ()  # if any, no other token is sampled, an end-of-sequence included
     bad_words: tuple[str, ...] = ()  # the token that would complete one of these is not sampled
@@ -56,6 +57,7 @@ class SamplingParams:
             _check(_is_number(value), name, "a finite number", value)
         for name, optional in (
             ("top_k", False), ("min_tokens", False), ("max_tokens", True), ("seed", True), ("logprobs", True),
+            ("prompt_logprobs", True),
         ):  # fmt: skip
             value = getattr(self, name)
             _check(_is_int(value) or (optional and value is None), name, "an integer", value)
@@ -77,10 +79,12 @@ class SamplingParams:
         _check(0 <= self.min_tokens <= _MAX_INT, "min_tokens", "at least 0", self.min_tokens)
         if self.seed is not None:
             _check(-(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer", self.seed)
-        if self.logprobs is not None:
-            self._check_range("logprobs", 0, 20)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_range(name, 0, 20)
         if self.max_tokens is not None:
-            _check(1 <= self.max_tokens <= _MAX_INT, "max_tokens", "at least 1", self.max_tokens)
+            least = 1 if self.prompt_logprobs is None else 0
+            _check(least <= self.max_tokens <= _MAX_INT, "max_tokens", f"at least {least}", self.max_tokens)
             rule = f"at most max_tokens ({self.max_tokens})"
             _check(self.min_tokens <= self.max_tokens, "min_tokens", rule, self.min_tokens)
         self._check_stops()

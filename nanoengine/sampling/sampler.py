@@ -53,7 +53,7 @@ _ROW = np.dtype(
 
 Rows = npt.NDArray[np.void]  # of dtype _ROW
 
-_NO_LOGPROB = -9999.0  # stands for -inf and NaN, which JSON cannot say; the value that OpenAI's API uses
+NO_LOGPROB = -9999.0  # stands for -inf and NaN, which JSON cannot say; the value that OpenAI's API uses
 
 
 class Logprobs(NamedTuple):
@@ -240,9 +240,9 @@ class Sampler:
             tokens.new_zeros(len(rows), top.indices.shape[1]),
             chosen.new_zeros(len(rows), top.indices.shape[1]),
         )
-        result.chosen[where] = chosen.nan_to_num(nan=_NO_LOGPROB, neginf=_NO_LOGPROB)
+        result.chosen[where] = chosen.nan_to_num(nan=NO_LOGPROB, neginf=NO_LOGPROB)
         result.top_ids[where] = top.indices
-        result.top_logprobs[where] = top.values.nan_to_num(nan=_NO_LOGPROB, neginf=_NO_LOGPROB)
+        result.top_logprobs[where] = top.values.nan_to_num(nan=NO_LOGPROB, neginf=NO_LOGPROB)
         return result
 
     def _set_ending_ids(self, slot: int, ids: list[int]) -> None:

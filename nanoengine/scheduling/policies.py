@@ -23,7 +23,10 @@ class Policy(Protocol):
         """A sequence leaves the queue: admitted or aborted."""
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order of admission. The scheduler stops at the first that does not fit: nobody is overtaken for ever."""
+        """In order of admission. The scheduler stops at the first that does not fit: nobody is overtaken for ever.
+
+        Past those that wait for a long prefill to end, it may take in short ones: see ``Scheduler``.
+        """
 
     def __len__(self) -> int: ...
 
@@ -34,8 +37,8 @@ class Policy(Protocol):
 class Fcfs:
     """First come, first served; the last one in gives way.
 
-    The default: nobody starves and it is what a user expects. Its cost is that one long prompt delays the short ones
-    behind it; ``max_prefill_chunk`` bounds that.
+    The default: nobody starves and it is what a user expects. Its cost is that a long prompt delays those behind it,
+    but for the short ones that the scheduler lets past.
     """
 
     def __init__(self) -> None:

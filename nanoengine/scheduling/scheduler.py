@@ -10,24 +10,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from nanoengine.cache.blocks import BlockPool
 from nanoengine.cache.prefix import block_keys, root_key
+from nanoengine.cache.prefix_hash import PrefixChain, prefix_root
 from nanoengine.errors import InvalidRequestError
 from nanoengine.outputs import FinishReason
 from nanoengine.request import check_request
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.policies import Policy
 from nanoengine.scheduling.sequence import Sequence, Slots, Status
-from nanoengine.scheduling.step import Admission, IntArray, KeyArray, Step
+from nanoengine.scheduling.step import Admission, IntArray, KeyArray, Scoring, Step
 
 _NO_TOKENS: IntArray = np.empty(0, np.int32)
 
 # A sequence whose next block another one is computing waits at most this many plans for it. The other one's prefill is
 # always under way, so this only bounds how long many chunks of a very long shared prompt can delay a short one.
 _MAX_HELD_PLANS = 256
+
+# Of a step that running prefills would fill, one in so many tokens is for waiting prompts that fit into it whole. More
+# would be faster for them, and slower for the long ones: these take at most 4/3 of their time.
+_SHORT_SHARE = 4
+_MAX_OVERTAKEN = 32  # waiting sequences that are looked at for it: each costs a look into the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +85,10 @@ class Counters:
 
 
 class Scheduler:
-    """One token budget a step: running decodes first, then running prefills, then newly admitted prompts in chunks."""
+    """One token budget a step: running decodes first, then running prefills, then newly admitted prompts in chunks.
+
+    A part of the budget that long prefills would take whole is kept for short prompts that wait: see ``_SHORT_SHARE``.
+    """
 
     def __init__(
         self, limits: Limits, pool: BlockPool, policy: Policy, *, model: str = "", eos_token_ids: tuple[int, ...] = ()
@@ -130,9 +140,10 @@ class Scheduler:
             params=params,
             tokens=np.ascontiguousarray(prompt, np.int32),
             prompt_len=prompt_len,
-            limit=prompt_len + (room if params.max_tokens is None else params.max_tokens),
+            limit=prompt_len + (room if params.max_tokens is None else max(1, params.max_tokens)),
             stop_ids=stop_ids,
             root=root_key(self._model, salt=cache_salt),
+            salt=cache_salt,
             arrival=self._arrivals,
             priority=priority,
         )
@@ -186,11 +197,19 @@ class Scheduler:
         preemptions = self.counters.preemptions
         decodes = self._ready_decodes()
         budget = self.limits.max_num_batched_tokens - len(decodes)
-        chunks = self._continue_prefills(budget)
-        budget -= sum(count for _, count in chunks)
+        chunks: list[tuple[Sequence, int]] = []
         admissions: list[Admission] = []
-        if preemptions == self.counters.preemptions and all(s.status is Status.FINISHED for s in self._leaving):
-            # Blocks that a preemption frees are for those who run: admitting into them would preempt again at once.
+        # Blocks that a preemption frees are for those who run: admitting into them would preempt again at once.
+        admits = preemptions == self.counters.preemptions and all(s.status is Status.FINISHED for s in self._leaving)
+        running = self._continue_prefills(budget)
+        if admits and running and sum(count for _, count in running) == budget:
+            self._admit(budget // _SHORT_SHARE, chunks, admissions, whole=True)
+            if chunks:
+                budget -= sum(count for _, count in chunks)
+                running = self._continue_prefills(budget, admitted=len(chunks))
+        chunks += running
+        budget -= sum(count for _, count in running)
+        if admits:
             self._admit(budget, chunks, admissions)
         if not len(decodes) and not chunks:
             return None
@@ -223,6 +242,7 @@ class Scheduler:
             block_table=slots.block_table[row_slots, :width],
             admissions=tuple(admissions),
             constrained=np.flatnonzero(samples & slots.constrained[row_slots]).astype(np.int32),
+            scorings=self._scorings(chunks, num_decodes),
         )
         slots.scheduled[row_slots] = ends
         slots.tokens[row_slots] += samples
@@ -232,6 +252,19 @@ class Scheduler:
                 [seq for (seq, _), done in zip(chunks, samples[num_decodes:].tolist(), strict=True) if done]
             )
         return step
+
+    def _scorings(self, chunks: list[tuple[Sequence, int]], first_row: int) -> tuple[Scoring, ...]:
+        """What these chunks let be scored. After a preemption that is what no step has scored before."""
+        scorings = []
+        for row, (seq, count) in enumerate(chunks, first_row):
+            if seq.scores:
+                begin = seq.scored
+                end = min(int(self._slots.scheduled[seq.slot]) + count, seq.prompt_len - 1)
+                if end > begin:
+                    targets = self._slots.token_ids[seq.slot, begin + 1 : end + 1].copy()
+                    scorings.append(Scoring(row, begin + 1, targets, seq.params.prompt_logprobs or 0))
+                    seq.scored = end
+        return tuple(scorings)
 
     def _ready_decodes(self) -> IntArray:
         """Slots that decode one token in this step, each with a block to write it to."""
@@ -260,9 +293,10 @@ class Scheduler:
             ready &= ~np.isin(decodes, list(stalled))
         return decodes[ready]
 
-    def _continue_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
+    def _continue_prefills(self, budget: int, admitted: int = 0) -> list[tuple[Sequence, int]]:
+        """Pieces of the running prefills, without the newest, which this step has ``admitted``."""
         slots, chunks = self._slots, []
-        for seq in self._prefilling:
+        for seq in self._prefilling[: len(self._prefilling) - admitted]:
             if budget == 0:
                 break
             left = int(slots.tokens[seq.slot] - slots.scheduled[seq.slot])
@@ -271,10 +305,14 @@ class Scheduler:
             budget -= count
         return chunks
 
-    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]], admissions: list[Admission]) -> None:
+    def _admit(
+        self, budget: int, chunks: list[tuple[Sequence, int]], admissions: list[Admission], *, whole: bool = False
+    ) -> None:
+        """Take waiting sequences in, in the policy's order. ``whole``: only those whose prefill this step completes,
+        past others, so that a short prompt does not wait for a long one to be computed."""
         slots, pool, block_size = self._slots, self._pool, self.limits.block_size
         admitted: list[Sequence] = []
-        for seq in self._policy:
+        for seq in islice(self._policy, _MAX_OVERTAKEN if whole else None):
             if budget == 0 or len(admitted) == len(slots.free):
                 break
             if seq.held_for is not None and seq.held_for in self._computing and seq.held_plans < _MAX_HELD_PLANS:
@@ -285,12 +323,17 @@ class Scheduler:
             if self.limits.prefix_caching:
                 # The last token is always computed: its logits give the next one.
                 usable = (length - 1) // block_size
+                if seq.scores:  # what is to be scored has to go through the model
+                    usable = min(usable, seq.scored // block_size)
                 hits = pool.match(self._prompt_keys(seq, usable))
                 if len(hits) < usable:
                     seq.held_for = seq.block_keys[len(hits)]
                     if seq.held_for in self._computing and seq.held_plans < _MAX_HELD_PLANS:
                         seq.held_plans += 1
                         continue
+            left = length - len(hits) * block_size
+            if whole and left > min(budget, self.limits.max_prefill_chunk):
+                continue
             need = -(-length // block_size) - len(hits)
             room = pool.available - pool.idle(hits) - need
             if room < (self.limits.watermark_blocks if self._running or admitted else 0):
@@ -298,12 +341,15 @@ class Scheduler:
             pool.acquire(hits)
             seq.blocks = hits + pool.allocate(need)
             seq.published = len(hits)
+            if pool.log is not None:
+                seq.chain = PrefixChain(prefix_root(self._model, salt=seq.salt))
+                seq.generation = pool.log.generation
             if self.limits.prefix_caching:
                 self._extend_block_keys(seq, seq.tokens, length)
                 for key in seq.block_keys[len(hits) :]:
                     self._computing.setdefault(key, seq)
             admitted.append(seq)
-            count = min(length - len(hits) * block_size, budget, self.limits.max_prefill_chunk)
+            count = min(left, budget, self.limits.max_prefill_chunk)
             chunks.append((seq, count))
             budget -= count
         for seq in admitted:
@@ -334,7 +380,7 @@ class Scheduler:
             seq.started = True
             seq.cached_tokens = min(hit_tokens, seq.prompt_len)
             self.counters.prompt_tokens += seq.prompt_len
-            if self.limits.prefix_caching:
+            if self.limits.prefix_caching and not seq.scores:
                 self.counters.prefix_query_tokens += seq.prompt_len
                 self.counters.prefix_hit_tokens += seq.cached_tokens
         prompt, output = np.split(seq.tokens, [seq.prompt_len])
@@ -412,6 +458,9 @@ class Scheduler:
                 self._replaced.append((self._planned, block))
             if self._computing.get(key) is seq:
                 del self._computing[key]
+        log = self._pool.log
+        if log is not None and seq.chain is not None and seq.generation == log.generation:
+            log.published(seq.blocks, seq.published, full, slots.token_ids[slot], seq.chain)
         seq.published = full
         slots.publish_at[slot] = (full + 1) * block_size
 

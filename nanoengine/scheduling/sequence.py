@@ -7,6 +7,7 @@ from enum import Enum
 
 import numpy as np
 
+from nanoengine.cache.prefix_hash import PrefixChain
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.step import IntArray
 
@@ -31,6 +32,7 @@ class Sequence:
     limit: int  # it ends with finish reason "length" at this many tokens, prompt included
     stop_ids: frozenset[int]
     root: bytes  # key of the empty prefix
+    salt: str
     arrival: int  # order of arrival, unique
     priority: int
     status: Status = Status.WAITING
@@ -38,10 +40,18 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)  # physical blocks in logical order
     block_keys: list[bytes] = field(default_factory=list)  # of the leading full blocks, as far as worked out
     published: int = 0  # leading blocks that are in the index
+    chain: PrefixChain | None = None  # what routers are told of it; None where they are told nothing
+    generation: int = 0  # of the cache, at admission
     cached_tokens: int = 0  # prompt tokens that the first admission found in the cache
     held_for: bytes | None = None  # key of a block that another sequence is computing and this one waits for
     held_plans: int = 0
     started: bool = False  # was admitted at least once
+    scored: int = 0  # tokens of the prompt, from its start, after which the next one is scored, by steps in flight too
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
 
 
 class Slots:

@@ -30,6 +30,16 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Tokens of a prompt whose log-probabilities are asked for, and come from this step."""
+
+    row: int  # of the step
+    first: int  # index in the prompt of the first of them; what comes before it is computed in this step's row
+    targets: IntArray  # [n]
+    top: int  # likeliest tokens asked for
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Rows are sequences, decodes first. Row i computes the tokens at positions starts[i] .. starts[i] + counts[i] - 1.
 
@@ -49,6 +59,7 @@ class Step:
     block_table: IntArray  # [rows, width] physical block of each logical block; entries past the row's length are 0
     admissions: tuple[Admission, ...]
     constrained: IntArray  # rows that sample, and whose masks depend on the tokens of the steps before
+    scorings: tuple[Scoring, ...] = ()
 
     @property
     def num_tokens(self) -> int:

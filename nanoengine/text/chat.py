@@ -78,11 +78,14 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **options: Any,
     ) -> str:
         """The prompt of a conversation. It holds its special tokens: encode it with ``add_special_tokens=False``.
 
-        ``options`` are variables that this template knows, such as ``enable_thinking``.
+        ``options`` are variables that this template knows, such as ``enable_thinking``. With
+        ``continue_final_message`` the prompt ends where the content of the last message ends, so that the answer goes
+        on with it; ``add_generation_prompt`` has to be off then.
 
         Raises ``InvalidRequestError``: the model has no template, a message is not usable, the template refuses the
         messages (roles out of order, mostly), or it knows no such option.
@@ -99,14 +102,18 @@ class ChatTemplate:
         for name, value in (("tools", tools), ("documents", documents)):
             if value is not None and not _is_list_of_objects(value):
                 raise InvalidRequestError(f"{name} must be a list of objects", param=name, code="invalid_type")
-        return template.render(
-            messages=_normalise(messages),
+        turns = _normalise(messages)
+        if continue_final_message:
+            _mark_end(turns)
+        text = template.render(
+            messages=turns,
             tools=list(tools) if tools else None,
             documents=list(documents) if documents else None,
             add_generation_prompt=add_generation_prompt,
             **self._tokens,
             **options,
         )
+        return _up_to_mark(text) if continue_final_message else text
 
 
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"}
@@ -173,6 +180,32 @@ def _normalise_one(message: Message, where: str) -> dict[str, Any]:
             )
         result["tool_calls"] = [_tool_call(call, where) for call in calls]
     return result
+
+
+_END = "\ue000end of the message\ue001"  # of private use: no template has a meaning for it
+
+
+def _mark_end(turns: list[dict[str, Any]]) -> None:
+    """Mark where the last message's content ends: its text alone may stand in the prompt more than once."""
+    last = turns[-1]
+    if last["role"] != "assistant" or "tool_calls" in last:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message of role assistant, without tool calls",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    last["content"] += _END + " "  # the space tells whether the template strips what it is given
+
+
+def _up_to_mark(text: str) -> str:
+    before, mark, after = text.rpartition(_END)
+    if not mark:
+        raise InvalidRequestError(
+            "continue_final_message: the model's chat template leaves the last message out of the prompt",
+            param="continue_final_message",
+            code="chat_template_error",
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _is_list_of_objects(value: Any) -> bool:

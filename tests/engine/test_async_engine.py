@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -53,6 +54,17 @@ async def test_a_stream_adds_up_to_the_whole_answer(engine: AsyncEngine) -> None
     assert "".join(delta.text for delta in deltas) == engine.tokenizer.decode(ids)
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
     assert deltas[-1].prompt_tokens == 7
+
+
+async def test_scores_of_a_prompt_come_with_the_first_delta(engine: AsyncEngine) -> None:
+    prompt = np.frombuffer(b"tell me " * 50, np.uint8).astype(np.int32)
+    deltas = await collect(engine, prompt.tolist(), SamplingParams(max_tokens=4, prompt_logprobs=1))
+    entries = [entry for scores in deltas[0].prompt_scores for entry in scores.entries(prompt, 1)]
+    assert [entry.token_id for entry in entries] == prompt[1:].tolist()
+    assert not any(delta.prompt_scores for delta in deltas[1:])
+    (only,) = await collect(engine, prompt.tolist(), SamplingParams(max_tokens=0, prompt_logprobs=1))
+    assert (only.text, only.token_ids, only.finish_reason, only.completion_tokens) == ("", (), "length", 0)
+    assert [e for scores in only.prompt_scores for e in scores.entries(prompt, 1)] == entries
 
 
 async def test_many_streams_at_once_say_what_each_says_alone(engine: AsyncEngine) -> None:

@@ -45,7 +45,14 @@ class FakeEngines:
             await asyncio.sleep(0)
 
     async def generate(
-        self, prompt: npt.NDArray[np.int32], params: SamplingParams, *, clip: bool, priority: int, cache_salt: str
+        self,
+        prompt: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        clip: bool,
+        priority: int,
+        cache_salt: str,
+        token_ids: bool,
     ) -> AsyncGenerator[Chunk]:
         self.calls.append((prompt.tolist(), params, clip))
         self.open += 1

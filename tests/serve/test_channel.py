@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deployments import channel
@@ -15,6 +16,8 @@ from deployments.channel import Address, ChannelClient, ChannelServer, Lane, _fr
 from deployments.ingress import engines
 from deployments.ingress.engines import _Inbox, _watch
 from deployments.messages import Chunk, Refusal, TokenInfo, encode, merged
+from deployments.routing.load import LoadReport
+from nanoengine.cache.events import HeldPrefixes, PrefixEvents
 
 
 def chunk(text: str, tokens: int, finish: str | None = None) -> Chunk:
@@ -31,9 +34,24 @@ class Ends:
     """A server, and a client of the name "me"."""
 
     def __init__(self) -> None:
-        self.server = ChannelServer()
+        self.held = HeldPrefixes()
+        self.server = ChannelServer(self.held.snapshot)
+        self.loads: list[LoadReport] = []
+        self.prefixes: list[PrefixEvents] = []
         self.got: dict[int, list[Chunk]] = defaultdict(list)
-        self.client = ChannelClient("me", lambda number, chunk: self.got[number].append(chunk))
+        self.client = ChannelClient("me", lambda number, chunk: self.got[number].append(chunk), self.observe)
+
+    def observe(self, replica: str, load: LoadReport | None, prefixes: list[PrefixEvents]) -> None:
+        assert replica == "r"
+        self.loads += [load] if load is not None else []
+        self.prefixes += prefixes
+
+    def hold(self, *hashes: int) -> PrefixEvents:
+        """The engine stores these now."""
+        self.held.apply(PrefixEvents(0, False, np.array(hashes, np.uint64).tobytes(), b""))
+        events = self.held.changes()
+        assert events is not None
+        return events
 
     async def connect(self) -> Lane:
         self.address = await self.server.start("127.0.0.1")
@@ -41,6 +59,7 @@ class Ends:
         await until(lambda: self.server.lane("me"))
         lane = self.server.lane("me")
         assert lane is not None
+        await until(lambda: self.prefixes)  # what every lane begins with
         return lane
 
 
@@ -82,7 +101,7 @@ async def test_slow_reader_gets_fewer_and_larger_chunks_and_loses_nothing(ends: 
 
 async def test_wrong_secret_opens_no_lane(ends: Ends) -> None:
     await ends.connect()
-    stranger = ChannelClient("stranger", lambda number, chunk: None)
+    stranger = ChannelClient("stranger", lambda number, chunk: None, lambda *news: None)
     stranger.connect({"r": Address(ends.address.host, ends.address.port, "guess")})
     await asyncio.sleep(0.2)
     assert ends.server.lane("stranger") is None
@@ -133,6 +152,50 @@ async def test_lost_connection_closes_the_lane_and_is_opened_again(ends: Ends) -
     again.push(2, chunk("b", 1))
     await until(lambda: ends.got[2])
     assert [piece.text for piece in ends.got[2]] == ["b"], "the new connection carries tokens"
+
+
+def hashes(events: PrefixEvents) -> set[int]:
+    return set(events.stored_hashes().tolist())
+
+
+async def test_a_lane_begins_with_all_that_is_held(ends: Ends) -> None:
+    ends.hold(1, 2, 3)
+    await ends.connect()
+    (first,) = ends.prefixes
+    assert first.cleared
+    assert (first.seq, hashes(first)) == (1, {1, 2, 3})
+
+
+async def test_events_arrive_in_order_and_only_the_newest_report(ends: Ends) -> None:
+    await ends.connect()
+    for number in range(1, 6):
+        ends.server.tell(LoadReport(number=number, active=number), ends.hold(number))
+    await until(lambda: len(ends.prefixes) == 6)
+    assert [events.seq for events in ends.prefixes] == [0, 1, 2, 3, 4, 5]
+    assert [load.number for load in ends.loads] == [5]
+
+
+async def test_an_ingress_gets_a_snapshot_when_it_asks(ends: Ends) -> None:
+    await ends.connect()
+    ends.server.tell(LoadReport(), ends.hold(7))
+    ends.client.resync("r")
+    ends.client.resync("another, which is not connected")
+    await until(lambda: any(events.cleared for events in ends.prefixes[1:]))
+    assert hashes(ends.prefixes[-1]) == {7}
+    assert ends.prefixes[-1].seq == 1
+
+
+async def test_an_ingress_too_slow_for_events_gets_a_snapshot_instead(ends: Ends) -> None:
+    lane = await ends.connect()
+    for number in range(1, 400):  # within one turn of the loop: none can leave
+        ends.server.tell(LoadReport(), ends.hold(*range(number * 1000, number * 1000 + 500)))
+    assert lane._prefixes is None
+    await until(lambda: len(ends.prefixes) == 2)
+    assert ends.prefixes[-1].cleared
+    assert len(hashes(ends.prefixes[-1])) == 399 * 500
+    ends.server.tell(LoadReport(), ends.hold(5))
+    await until(lambda: len(ends.prefixes) == 3)
+    assert ends.prefixes[2].seq == ends.prefixes[1].seq + 1
 
 
 async def test_replica_that_leaves_is_left(ends: Ends) -> None:

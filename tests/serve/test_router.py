@@ -17,7 +17,11 @@ from ray.serve.request_router import PendingRequest, RequestRouter
 
 from deployments.messages import GenerateCall
 from deployments.routing import registry
+from deployments.routing.load import LoadReport
+from deployments.routing.policies import POLICIES
 from deployments.routing.router import EngineRouter
+from nanoengine.cache.events import PrefixEvents
+from nanoengine.cache.prefix_hash import prefix_hashes, prefix_root
 from nanoengine.sampling.params import SamplingParams
 
 DEPLOYMENT = DeploymentID(name="EngineReplica", app_name="llm")
@@ -31,7 +35,7 @@ def replica(name: str, limit: int = 100, **stats: Any) -> Any:
         replica_id=ReplicaID(name, DEPLOYMENT),
         max_ongoing_requests=limit,
         routing_stats=stats,
-        replica_metadata={},
+        replica_metadata={"routing": {"model": "m", "block_size": 16, "caches": True}},
         get_queue_len=get_queue_len,
     )
 
@@ -53,7 +57,7 @@ async def choose(router: EngineRouter, request: PendingRequest) -> str:
 @pytest.fixture
 async def router() -> AsyncIterator[EngineRouter]:
     router = EngineRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
-    router.initialize_state(policy="least_load")
+    router.initialize_state(policy="least_work")
     router.update_replicas([replica("a"), replica("b")])
     yield router
     await asyncio.sleep(0.01)  # its own probes
@@ -71,7 +75,7 @@ def test_base_class_still_has_what_we_override_and_use() -> None:
 async def test_is_found_by_the_ingress(router: EngineRouter) -> None:
     assert registry.ROUTERS["llm", "EngineReplica"] is router
     assert router.live_replicas == 2
-    router.update_replicas([replica("a", dead=True), replica("b")])
+    router.update_replicas([replica("a", dead=True, number=1), replica("b")])
     assert router.live_replicas == 1
 
 
@@ -85,7 +89,7 @@ async def test_fan_out_under_one_request_id(router: EngineRouter) -> None:
     assert Counter(chosen) == {"a": 32, "b": 32}
     for name in chosen:
         router.on_request_completed(ReplicaID(name, DEPLOYMENT), "same")
-    assert router._book.reserved == 0
+    assert router._core.fleet.reserved == 0
 
 
 @pytest.mark.parametrize(
@@ -99,18 +103,18 @@ async def test_failing_policy_costs_the_hint_not_the_request(router: EngineRoute
     def fail(*args: Any) -> str:
         raise RuntimeError("broken")
 
-    router._policy = SimpleNamespace(choose=fail)
+    router._core._policy = SimpleNamespace(choose=fail, uses_prefixes=True)
     assert {await choose(router, pending(call(n), f"r{n}")) for n in range(4)} == {"a", "b"}
-    router._policy = SimpleNamespace(choose=lambda request, loads: "no such replica")
+    router._core._policy = SimpleNamespace(choose=lambda candidates: 99, uses_prefixes=False)
     assert await choose(router, pending(call(9))) in ("a", "b")
 
 
 async def test_dead_and_failed_replicas_are_avoided_while_there_is_another(router: EngineRouter) -> None:
     assert {await choose(router, pending(call(n, avoid=("a",)), f"r{n}")) for n in range(9)} == {"b"}
-    router.update_replicas([replica("a", dead=True), replica("b")])
+    router.update_replicas([replica("a", dead=True, number=1), replica("b")])
     assert {await choose(router, pending(call(n), f"s{n}")) for n in range(9)} == {"b"}
     assert await choose(router, pending(call(avoid=("b",)))) == "b", "a hint must not hang a request"
-    router.update_replicas([replica("a", dead=True), replica("b", dead=True)])
+    router.update_replicas([replica("a", dead=True, number=1), replica("b", dead=True, number=1)])
     assert await choose(router, pending(call())) in ("a", "b")
 
 
@@ -159,7 +163,7 @@ async def test_cancelled_waiter_leaves_nothing(router: EngineRouter) -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert not router._waiting
-    assert router._book.reserved == 0
+    assert router._core.fleet.reserved == 0
 
 
 async def test_replica_that_died_is_not_chosen_again(router: EngineRouter) -> None:
@@ -168,14 +172,17 @@ async def test_replica_that_died_is_not_chosen_again(router: EngineRouter) -> No
 
 
 async def test_full_replica_is_passed_over(router: EngineRouter) -> None:
-    router.update_replicas([replica("a", limit=3), replica("b", active=50)])
+    router.update_replicas([replica("a", limit=3), replica("b", number=1, active=50)])
     router.on_new_queue_len_info(ReplicaID("a", DEPLOYMENT), 3)
     assert await choose(router, pending(call())) == "b", "the least loaded is full"
 
 
 async def test_decision_is_fast(router: EngineRouter) -> None:
     rng = random.Random(0)
-    replicas = [replica(f"r{i}", active=rng.randrange(50), backlog_tokens=rng.randrange(9000)) for i in range(256)]
+    router.initialize_state(policy="prefix")
+    replicas = [
+        replica(f"r{i}", number=1, active=rng.randrange(50), backlog_tokens=rng.randrange(9000)) for i in range(256)
+    ]
     router.update_replicas(replicas)
     times = []
     loop = asyncio.get_running_loop()
@@ -191,3 +198,51 @@ async def test_decision_is_fast(router: EngineRouter) -> None:
 async def test_choose_replicas_ranks_all(router: EngineRouter) -> None:
     ranks = await router.choose_replicas(list(router.curr_replicas.values()), pending(call()))
     assert sorted(r.replica_id.unique_id for (r,) in ranks) == ["a", "b"]
+
+
+async def test_call_is_told_what_its_replica_should_have(router: EngineRouter) -> None:
+    router.initialize_state(policy="prefix")
+    router.update_replicas([replica("a"), replica("b")])
+    prompt = np.arange(640, dtype=np.int32)
+    hashes = prefix_hashes(prefix_root("m"), prompt)
+    router.observe("b", LoadReport(number=1), [PrefixEvents(1, True, hashes.tobytes(), b"")])
+    request = pending(GenerateCall(ingress="me", number=0, prompt=prompt, params=SamplingParams()))
+    assert await choose(router, request) == "b"
+    assert request.args[0].expected_cached == 624
+
+
+async def test_news_are_read_also_when_nothing_is_routed(router: EngineRouter) -> None:
+    for number in range(50):
+        router.observe("a", LoadReport(number=number, active=7), [])
+    await asyncio.sleep(0.01)
+    assert not router._news
+    assert router._core.fleet.others[0] == 7
+
+
+async def test_a_gap_is_told_to_the_ingress_once(router: EngineRouter) -> None:
+    router.observe("a", None, [PrefixEvents(1, True, b"", b"")])
+    router.observe("b", None, [PrefixEvents(1, True, b"", b"")])
+    await asyncio.sleep(0.12)
+    router.update_replicas([replica("a"), replica("b")])
+    router.wants()
+    router.observe("a", None, [PrefixEvents(5, False, b"", b"")])
+    await asyncio.sleep(1.1)
+    router.update_replicas([replica("a"), replica("b")])
+    assert router.wants() == {"a"}
+    assert router.wants() == set()
+
+
+async def test_replica_of_another_version_is_served_by_load(router: EngineRouter) -> None:
+    router.initialize_state(policy="prefix")
+    other = replica("a", active="?")
+    other.replica_metadata = {"channel": None}
+    router.update_replicas([other, replica("b", number=1, active=50, backlog_tokens=50_000)])
+    assert await choose(router, pending(call(0, tokens=300))) == "a"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_every_policy_of_the_configuration_routes(router: EngineRouter, policy: str) -> None:
+    router.initialize_state(policy=policy)
+    router.update_replicas([replica("a"), replica("b")])
+    names = {await choose(router, pending(call(n, tokens=n * 50), f"r{n}")) for n in range(20)}
+    assert names == {"a", "b"}

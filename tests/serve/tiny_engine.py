@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deployments.messages import Chunk, TokenInfo
+from deployments.messages import Chunk
 from nanoengine.answer import Answer, Made
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
@@ -31,6 +31,7 @@ class TinyEngines:
         self.engine = Engine(config, self.tokenizer.eos_token_ids, self.tokenizer.vocab_size)
         self._keys = itertools.count()
         self._made: dict[int, Made] = {}
+        self._answers: dict[int, Answer] = {}
         self._errors: dict[int, Exception] = {}
 
     @property
@@ -44,14 +45,21 @@ class TinyEngines:
         return {}
 
     async def generate(
-        self, prompt: npt.NDArray[np.int32], params: SamplingParams, *, clip: bool, priority: int, cache_salt: str
+        self,
+        prompt: npt.NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        clip: bool,
+        priority: int,
+        cache_salt: str,
+        token_ids: bool,
     ) -> AsyncGenerator[Chunk]:
         room = self.engine.info.max_model_len - len(prompt)
         if clip and params.max_tokens is not None:
-            params = replace(params, max_tokens=min(params.max_tokens, room))
+            params = replace(params, max_tokens=min(params.max_tokens, max(1, room)))
         key, answer = next(self._keys), Answer(self.tokenizer, params, prompt.tolist())
-        self.engine.add(key, prompt, params, cache_salt=cache_salt)
-        self._made[key] = Made()
+        self.engine.add(key, prompt, params, priority=priority, cache_salt=cache_salt)
+        self._made[key], self._answers[key] = Made(), answer
         try:
             while True:
                 while not (self._made[key].tokens or self._made[key].finish_reason) and key not in self._errors:
@@ -61,28 +69,23 @@ class TinyEngines:
                     raise self._errors.pop(key)
                 made, self._made[key] = self._made[key], Made()
                 delta = answer.take(made)
-                logprobs = None
-                if delta.logprobs is not None:
-                    logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
-                yield Chunk(
-                    delta.text,
-                    delta.finish_reason,
-                    delta.stop_reason,
-                    delta.prompt_tokens,
-                    delta.cached_tokens,
-                    delta.completion_tokens,
-                    logprobs,
-                )
+                yield Chunk.of(delta, token_ids)
                 if delta.finish_reason is not None:
                     return
         finally:
-            del self._made[key]
+            del self._made[key], self._answers[key]
             self.engine.abort(key)
 
     def _step(self) -> None:
         output = self.engine.step()
         if output is None:
             return
+        for key, cached in output.started:
+            if key in self._answers:
+                self._answers[key].cached_tokens = cached
+        for key, scores in output.scores:
+            if key in self._made:
+                self._made[key].scores.append(scores)
         keys = output.keys.tolist()
         for index, (key, token) in enumerate(zip(keys, output.tokens.tolist(), strict=True)):
             if key in self._made:
