@@ -145,7 +145,7 @@ class Request(StructuredFields):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: Many[int] | None = Field(None, max_length=128)
+    stop_token_ids: Many[int] | None = Field(None, max_length=64)
     ignore_eos: bool | None = None
     logit_bias: Annotated[
         dict[int, float] | None, BeforeValidator(_biases, json_schema_input_type=dict[str, float] | None)
