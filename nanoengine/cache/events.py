@@ -36,6 +36,39 @@ class PrefixEvents(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(self.removed, np.uint64)
 
 
+class _Changes:
+    """What was stored and removed since they were last taken: of a hash that was both, nothing."""
+
+    def __init__(self) -> None:
+        self.seq = 0  # how often they were taken
+        self._stored: set[int] = set()
+        self._removed: set[int] = set()
+        self._cleared = False
+
+    def store(self, hashes: set[int]) -> None:
+        """These are held now, and were not before."""
+        self._stored |= hashes - self._removed
+        self._removed -= hashes
+
+    def remove(self, hashes: set[int]) -> None:
+        """These were held, and are not any more."""
+        self._removed |= hashes - self._stored
+        self._stored -= hashes
+
+    def clear(self) -> None:
+        """Nothing is held now."""
+        self._stored, self._removed, self._cleared = set(), set(), True
+
+    def take(self) -> PrefixEvents | None:
+        """All of them as the next events; None if there are none."""
+        if not (self._stored or self._removed or self._cleared):
+            return None
+        self.seq += 1
+        events = PrefixEvents(self.seq, self._cleared, _bytes(self._stored), _bytes(self._removed))
+        self._stored, self._removed, self._cleared = set(), set(), False
+        return events
+
+
 class PrefixLog:
     """The engine's side. The scheduler says what it publishes, the pool what it evicts; once a step somebody takes."""
 
@@ -44,10 +77,7 @@ class PrefixLog:
         self._block_size = block_size
         self._in_block: dict[int, list[int]] = {}  # hashes that end in each published block
         self._held: Counter[int] = Counter()  # blocks that a hash ends in: two may, unless 64 is a multiple of one
-        self._stored: set[int] = set()
-        self._removed: set[int] = set()
-        self._cleared = False
-        self._seq = 0
+        self._changes = _Changes()
 
     def published(self, blocks: list[int], first: int, last: int, tokens: IntArray, chain: PrefixChain) -> None:
         """A sequence's blocks ``first`` to ``last`` (its own numbering, ``last`` excluded) are in the index now.
@@ -69,7 +99,7 @@ class PrefixLog:
             inside.append(hash)
             self._held[hash] += 1
             if self._held[hash] == 1:
-                self._change(hash, self._removed, self._stored)
+                self._changes.store({hash})
 
     def evicted(self, block: int) -> None:
         """This block has left the index."""
@@ -77,66 +107,49 @@ class PrefixLog:
             self._held[hash] -= 1
             if not self._held[hash]:
                 del self._held[hash]
-                self._change(hash, self._stored, self._removed)
-
-    def _change(self, hash: int, undone: set[int], done: set[int]) -> None:
-        if hash in undone:
-            undone.remove(hash)
-        else:
-            done.add(hash)
+                self._changes.remove({hash})
 
     def cleared(self) -> None:
         """The index is empty. What sequences compute that run now is not logged: its beginning is not in the index."""
         self.generation += 1
-        self._cleared = True
-        for group in (self._in_block, self._held, self._stored, self._removed):
-            group.clear()
+        self._in_block.clear()
+        self._held.clear()
+        self._changes.clear()
 
     def take(self) -> PrefixEvents | None:
         """All changes since the last call; None if there were none."""
-        if not (self._stored or self._removed or self._cleared):
-            return None
-        self._seq += 1
-        events = PrefixEvents(self._seq, self._cleared, _bytes(self._stored), _bytes(self._removed))
-        self._stored, self._removed, self._cleared = set(), set(), False
-        return events
+        return self._changes.take()
 
 
 class HeldPrefixes:
     """All that an engine holds, from its events; and those again, fewer and larger, for who listens from afar."""
 
     def __init__(self) -> None:
-        self.seq = 0  # of the last ``changes``
         self._held: set[int] = set()
-        self._stored: set[int] = set()
-        self._removed: set[int] = set()
-        self._cleared = False
+        self._changes = _Changes()
 
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def seq(self) -> int:
+        """Of the last ``changes``."""
+        return self._changes.seq
+
     def apply(self, events: PrefixEvents) -> None:
         """The engine's next events, in order."""
         if events.cleared:
-            self._cleared = True
-            for group in (self._held, self._stored, self._removed):
-                group.clear()
+            self._held.clear()
+            self._changes.clear()
         stored, removed = set(events.stored_hashes().tolist()), set(events.removed_hashes().tolist())
         self._held |= stored
         self._held -= removed
-        self._stored |= stored - self._removed
-        self._removed -= stored
-        self._removed |= removed - self._stored
-        self._stored -= removed
+        self._changes.store(stored)
+        self._changes.remove(removed)
 
     def changes(self) -> PrefixEvents | None:
         """All that was applied since the last call, as one; None if nothing is left of it."""
-        if not (self._stored or self._removed or self._cleared):
-            return None
-        self.seq += 1
-        events = PrefixEvents(self.seq, self._cleared, _bytes(self._stored), _bytes(self._removed))
-        self._stored, self._removed, self._cleared = set(), set(), False
-        return events
+        return self._changes.take()
 
     def snapshot(self) -> PrefixEvents:
         """Events that bring any listener, whatever it knew, to what is held now. ``changes`` go on from there: they may

@@ -97,6 +97,13 @@ def operations(dtype: torch.dtype) -> None:
         ops.rope_and_store(qkv, ops.rope(table, slots[:rows], dtype), head_norms, pages, pages, slots[:rows])
 
 
+def sampling(dtype: torch.dtype) -> None:
+    from nanoengine.kernels.sample import sample
+
+    rows, slots = torch.arange(4, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    sample(torch.zeros(4, 3000, dtype=dtype), torch.zeros(9, 8, dtype=torch.int32), rows, rows, rows, slots, fallback=0)
+
+
 def main() -> None:
     run: Callable[..., None] = compile_only
     JITFunction.run = run  # type: ignore[method-assign, assignment]
@@ -105,6 +112,7 @@ def main() -> None:
         decodes(dtype, dtype, 64, shared=True)
         prefills(dtype, 128)
         operations(dtype)
+        sampling(dtype)
     decodes(torch.bfloat16, torch.float8_e4m3fn, 128, shared=True)
 
 

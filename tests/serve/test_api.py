@@ -367,21 +367,21 @@ async def test_bodies_that_are_no_json_object(service: Service, body: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "shown"),
     [
-        {"messages": MESSAGES, "x" * 3000: 1},
-        {"messages": MESSAGES, "model": "x" * 3000},
-        {"messages": MESSAGES, "chat_template_kwargs": {"x" * 3000: 1}},
-        {"messages": [{"role": "user", "content": [{"type": {"x": ["y" * 3000]}}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "x" * 3000}]}]},
+        ({"messages": MESSAGES, "x" * 3000: 1}, "xxx..."),
+        ({"messages": MESSAGES, "model": "x" * 3000}, "xxx..."),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"x" * 3000: 1}}, "xxx..."),
+        ({"messages": [{"role": "user", "content": [{"type": {"x": ["y" * 3000]}}]}]}, "yyy..."),
+        ({"messages": [{"role": "user", "content": [{"type": "x" * 3000}]}]}, "xxx..."),
     ],
 )
-async def test_no_error_sends_all_that_the_client_sent_back(service: Service, body: dict[str, Any]) -> None:
+async def test_no_error_sends_all_that_the_client_sent_back(service: Service, body: dict[str, Any], shown: str) -> None:
     response = await service.post(CHAT, **body)
     error = envelope(response, response.status_code)
     assert response.status_code in (400, 404)
     assert len(response.content) < 1500
-    assert "xxx..." in error["message"] or "yyy..." in error["message"]
+    assert shown in error["message"]
 
 
 async def test_arguments_nested_beyond_the_parser_are_a_400(service: Service) -> None:

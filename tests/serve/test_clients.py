@@ -181,13 +181,15 @@ async def test_what_the_async_client_cancels_ends(server: Server) -> None:
                 async for _ in answer:
                     pass
 
-        tasks = [asyncio.create_task(ask(stream)) for stream in (True, False)]
         engine = server.engines.engine
+        aborted = engine.load().finished["abort"]
+        tasks = [asyncio.create_task(ask(stream)) for stream in (True, False)]
         await asyncio.to_thread(eventually, lambda: engine.load().running == 2, 5, "both running")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.to_thread(eventually, lambda: engine.load().running == engine.load().blocks_used == 0, 5, "the end")
+    assert engine.load().finished["abort"] == aborted + 2
     await asyncio.to_thread(server.alive)
 
 

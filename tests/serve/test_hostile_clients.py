@@ -45,9 +45,14 @@ def idle(server: Server) -> bool:
 @pytest.fixture
 def server(shared: Server) -> Iterator[Server]:
     yield shared
-    eventually(lambda: idle(shared), 10, "an idle engine")
-    shared.alive()
-    shared.engines.engine.check()
+    assert_nothing_left(shared)
+
+
+def assert_nothing_left(server: Server) -> None:
+    """The engine comes to rest, answers, and has every block and slot back."""
+    eventually(lambda: idle(server), 10, "an idle engine")
+    server.alive()
+    server.engines.engine.check()
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
@@ -206,6 +211,7 @@ def test_who_leaves_at_any_moment_leaves_nothing(server: Server, kind: str) -> N
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         time.sleep(rng.choice([0, 0.001, 0.01, 0.05]))
         sock.close()
+    assert_nothing_left(server)
 
 
 def test_many_who_leave_together_leave_nothing(server: Server) -> None:
@@ -214,6 +220,7 @@ def test_many_who_leave_together_leave_nothing(server: Server) -> None:
     time.sleep(0.2)
     for sock in socks:
         sock.close()
+    assert_nothing_left(server)
 
 
 def test_half_a_connection_is_nobody_to_answer(server: Server) -> None:
@@ -223,6 +230,7 @@ def test_half_a_connection_is_nobody_to_answer(server: Server) -> None:
             sock.settimeout(30)
             while sock.recv(65536):
                 pass
+    assert_nothing_left(server)
 
 
 def test_who_does_not_read_keeps_nobody_waiting(server: Server) -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
 
-from deployments.ingress.parts import Arguments, Call, Part, Text, Until
+from deployments.ingress.parts import Arguments, Call, Part
 from deployments.ingress.tools.call import CallObject, Value
 from deployments.ingress.tools.format import Function, ToolFormat, short_call_id
 from deployments.ingress.tools.grammar import Terminal, either, one_of
+from deployments.ingress.tools.parser import CallParser
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -20,51 +20,38 @@ _HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\s*([\w-]+))?\s*(?:\[ARGS\])?\s*"
 _NOT_IN_HEAD = re.compile(r"[^\w.\-\[\]\s]")
 
 
-class MistralParser:
+class MistralParser(CallParser):
     """The marks are special tokens, so they are never text. After the mark any name is a call."""
 
+    after_call = "array"
+
     def __init__(self, names: frozenset[str]) -> None:
-        self._state: Literal["text", "head", "arguments", "array", "object"] = "text"
-        self._until = Until(MARK)
-        self._calls = 0
+        super().__init__(MARK, "text")
         self._head = ""  # what followed the mark so far
         self._value = Value("{")  # arguments that go out
-        self._object = CallObject(0, "")
         self._between: list[str] = []  # what stands before the next call: layout, the brackets and commas of an array
 
-    def push(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        rest: str | None = text
-        while rest:
-            match self._state:
-                case "text":
-                    words, rest = self._until.push(rest)
-                    parts += [Text(words)] if words else []
-                    if rest is not None:
-                        self._state, self._head = "head", ""
-                        self._between = [self._until.dropped]
-                case "head":
-                    rest = self._read_head(self._head + rest, parts)
-                case "arguments":
-                    end = self._value.scan(rest, 0)
-                    parts.append(Arguments(self._calls - 1, rest if end < 0 else rest[:end]))
-                    rest = None if end < 0 else rest[end:]
-                    if rest is not None:
-                        self._state = "text"
-                case "array":
-                    rest = self._next(rest)
-                case "object":
-                    parts += self._object.push(rest)
-                    rest = self._object.rest
-                    if rest is None:
-                        pass
-                    elif self._object.begun:
-                        self._calls, self._state = self._calls + 1, "array"
-                        self._take_between()
-                    else:
-                        parts.append(Text(self._take_between() + self._object.raw))
-                        self._state = "text"
-        return parts
+    def _step(self, text: str, parts: list[Part]) -> str | None:
+        match self._state:
+            case "text":
+                rest = self._words(text, parts)
+                if rest is not None:
+                    self._state, self._head = "head", ""
+                    self._between = [self._until.dropped]
+                return rest
+            case "head":
+                return self._read_head(self._head + text, parts)
+            case "arguments":
+                end = self._value.scan(text, 0)
+                parts.append(Arguments(self._calls - 1, text if end < 0 else text[:end]))
+                if end < 0:
+                    return None
+                self._state = "text"
+                return text[end:]
+            case "array":
+                return self._next(text)
+            case _:
+                return self._call(text, parts)
 
     def _read_head(self, head: str, parts: list[Part]) -> str | None:
         """Decide what the mark has announced, and give what follows its head: None while it is undecided."""
@@ -85,10 +72,10 @@ class MistralParser:
             if named is not None:
                 parts.append(Call(self._calls, named[2] or short_call_id(), named[1]))
                 self._calls, self._state, self._value = self._calls + 1, "arguments", Value("{")
-                self._take_between()
+                self._take_opening()
                 return head[found.start() :]
         self._state = "text"
-        return self._take_between() + head
+        return self._take_opening() + head
 
     def _next(self, text: str) -> str | None:
         """Skip what stands between the objects of an array, and give what follows."""
@@ -105,12 +92,12 @@ class MistralParser:
                 return solid[1:]
             case "]" if self._calls:
                 self._state = "text"
-                self._take_between()
+                self._take_opening()
                 return solid[1:]
         self._state = "text"
-        return self._take_between() + solid
+        return self._take_opening() + solid
 
-    def _take_between(self) -> str:
+    def _take_opening(self) -> str:
         text = "".join(self._between)
         self._between = []
         return text
@@ -118,14 +105,14 @@ class MistralParser:
     def end(self) -> list[Part]:
         match self._state:
             case "head":
-                words = self._take_between() + self._head
+                words = self._take_opening() + self._head
             case "object" if not self._object.begun:
-                words = self._take_between() + self._object.raw
+                words = self._take_opening() + self._object.raw
             case "text":
                 words = self._until.end()
             case _:
-                words = "" if self._calls else self._take_between()
-        return [Text(words)] if words.strip() or (words and not self._calls) else []
+                words = "" if self._calls else self._take_opening()
+        return self._last(words)
 
 
 def _array(functions: Sequence[Function], many: bool, terminal: Terminal) -> str:

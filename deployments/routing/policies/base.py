@@ -20,9 +20,7 @@ class Candidates:
     names: Sequence[str]  # unique ids by slot
     slots: npt.NDArray[np.intp]
     prompt_tokens: int
-    cached: npt.NDArray[
-        np.int64
-    ]  # prompt tokens that the replica has in its cache already, or will have when it gets there
+    cached: npt.NDArray[np.int64]  # prompt tokens that are in the replica's cache, or will be when it gets there
     backlog: Floats  # prompt tokens that it computes before a new request's own
     active: Floats  # sequences that wait or run there
     kv_usage: Floats  # fraction of its KV blocks that sequences refer to

@@ -1,0 +1,59 @@
+"""CallParser: what the parsers of all formats share: text goes out up to a mark, and after it a call is an object."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from deployments.ingress.parts import Part, Text, Until
+from deployments.ingress.tools.call import CallObject
+
+
+class CallParser(ABC):
+    """Implements ``parts.Parser``. A format says what its states are, and what stands between calls."""
+
+    after_call: str
+    """The state after a call's object."""
+
+    def __init__(self, mark: str, state: str) -> None:
+        self._state = state
+        self._until = Until(mark)
+        self._calls = 0
+        self._object = CallObject(0, "")
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        rest: str | None = text
+        while rest:
+            rest = self._step(rest, parts)
+        return parts
+
+    @abstractmethod
+    def _step(self, text: str, parts: list[Part]) -> str | None:
+        """Take what belongs to the present state, and give what follows it: None where all was taken."""
+
+    @abstractmethod
+    def _take_opening(self) -> str:
+        """What has come before the object that may be a call, and is text if it turns out to be none. Once."""
+
+    def _words(self, text: str, parts: list[Part]) -> str | None:
+        """Text up to the mark; gives what follows the mark."""
+        words, rest = self._until.push(text)
+        if words:
+            parts.append(Text(words))
+        return rest
+
+    def _call(self, text: str, parts: list[Part]) -> str | None:
+        """More of the object that may be a call; gives what follows it."""
+        parts += self._object.push(text)
+        if self._object.rest is not None:
+            opening = self._take_opening()
+            if self._object.begun:
+                self._calls, self._state = self._calls + 1, self.after_call
+            else:
+                parts.append(Text(opening + self._object.raw))
+                self._state = "text"
+        return self._object.rest
+
+    def _last(self, words: str) -> list[Part]:
+        """Words at the end; after a call white space there is layout, like that before the next call."""
+        return [Text(words)] if words.strip() or (words and not self._calls) else []
