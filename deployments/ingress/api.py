@@ -38,7 +38,7 @@ from deployments.ingress.messages import MessagesFormat, MessagesRequest
 from deployments.ingress.protocol import renamed, renaming
 from deployments.ingress.reading import Reading
 from deployments.ingress.responses import ResponsesFormat, ResponsesRequest
-from deployments.ingress.served import Job, Metrics, NewFormat, ServedModel
+from deployments.ingress.served import MAX_SESSION, Job, Metrics, NewFormat, ServedModel
 from deployments.ingress.streaming import (
     ChatFormat,
     Choice,
@@ -54,6 +54,7 @@ logger = logging.getLogger("ray.serve")
 
 BODY_TIMEOUT_S = 30.0  # for the whole body: a client that never ends it would keep its place in flight for ever
 
+SESSION_HEADER = "x-session-id"  # Serve's name for it, which its own routers go by too
 
 NO_GENERATION = (
     *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify"),
@@ -291,6 +292,7 @@ class Api:
             with self._admission.slot():
                 body = await _read(request, self._config.max_body_bytes)
                 job = await prepare(body)
+                job.session = request.headers.get(SESSION_HEADER, "")[:MAX_SESSION] or job.session
                 names, metrics = job.names, job.model.metrics
                 choices = [Choice() for _ in range(len(job.prompts) * job.best_of)]
                 watch = _Stopwatch(metrics, start, len(choices))
@@ -354,6 +356,7 @@ class Api:
                 clip=job.clip,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
+                session=job.session,
                 token_ids=job.token_ids,
             )
             for prompt in job.prompts

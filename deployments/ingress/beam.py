@@ -119,6 +119,7 @@ async def chunks(job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
                 clip=False,
                 priority=job.priority,
                 cache_salt=job.cache_salt,
+                session=job.session,
                 token_ids=False,
             )
             async with aclosing(stream) as answer:

@@ -70,6 +70,7 @@ class EngineClient:
         clip: bool = False,
         priority: int = 0,
         cache_salt: str = "",
+        session: str = "",
         token_ids: bool = False,
     ) -> AsyncGenerator[Chunk]:
         """The chunks of one sequence; the last one has a finish reason. Leaving the loop aborts it.
@@ -92,7 +93,8 @@ class EngineClient:
                 token_ids=token_ids,
             )
             inbox = self._inboxes[call.number] = _Inbox()
-            stream = self._handle.remote(call)
+            handle = self._handle.options(session_id=session) if session else self._handle  # a copy takes 10 us
+            stream = handle.remote(call)
             watcher = self._spawn(_watch(stream, inbox))
             sent = ended = False
             try:

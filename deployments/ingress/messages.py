@@ -128,6 +128,10 @@ class Prompt(Strict):
         return self.thinking is not None and self.thinking.type != "disabled"
 
 
+class Metadata(BaseModel):
+    user_id: str | None = None
+
+
 class MessagesRequest(Prompt):
     """POST /v1/messages."""
 
@@ -137,17 +141,20 @@ class MessagesRequest(Prompt):
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = None
     top_k: int | None = None
+    metadata: Metadata | None = None
 
     def _translated(self, dialect: Dialect) -> dict[str, Any]:
         chat = super()._translated(dialect)
         same = {name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
-        return chat | same | {"stop": self.stop_sequences}
+        user = self.metadata and self.metadata.user_id
+        return chat | same | {"stop": self.stop_sequences, "user": user}
 
 
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "chat_template_kwargs": "thinking",
+    "user": "metadata.user_id",
 }
 """Fields of a chat request, and the fields here that they come from."""
 

@@ -2,7 +2,7 @@
 
 What is done with a field: one we serve is checked strictly (a number sent as a string is an error, ``null`` means
 absent); one we know and do not serve is a 400 that names it, unless its value asks for nothing; one that only informs
-the server (``user``, ``metadata``) is accepted; any other is a 400 with the nearest name, as OpenAI's own API does,
+the server (``metadata``) is accepted; any other is a 400 with the nearest name, as OpenAI's own API does,
 because a mistyped ``max_token`` that is ignored costs its user more than an error.
 """
 
@@ -159,6 +159,8 @@ class Request(StructuredFields):
     early_stopping: bool | Literal["never"] | None = None  # of beam search, as in transformers
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    prompt_cache_key: str | None = None
+    user: str | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool | None = None
@@ -168,6 +170,11 @@ class Request(StructuredFields):
     def sequences(self) -> int:
         """How many are generated for each prompt."""
         return self.n or 1
+
+    @property
+    def session(self) -> str:
+        """What the caller says belongs together, from the narrower to the broader; "" where it says nothing."""
+        return self.prompt_cache_key or self.user or ""
 
     def sampling(
         self,

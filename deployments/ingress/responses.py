@@ -39,6 +39,7 @@ MAX_METADATA = 16  # OpenAI's limit
 _SAME = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "include_reasoning", "chat_template_kwargs"),
     *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt"),
+    *("prompt_cache_key", "user"),
 )
 """Fields of a chat request by the same name; the second line is not OpenAI's, but of use here as there."""
 
@@ -129,6 +130,8 @@ class ResponsesRequest(Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
 
     def to_chat(self, switches_thinking: bool) -> ChatRequest:
         """The chat request that means the same. Raises ``ApiError`` (400)."""
@@ -269,7 +272,7 @@ class ResponsesFormat:
             "top_logprobs": 0,
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",
-            "user": None,
+            "user": request.user,
         }
         self._reading = reading
         self._reader = Reader(reading)

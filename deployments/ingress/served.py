@@ -22,6 +22,7 @@ from deployments.ingress.tools.use import ToolUse, constraint
 from deployments.messages import Chunk
 from nanoengine.sampling.params import SamplingParams
 
+MAX_SESSION = 256  # characters: it travels with every call, and is only a hint
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 NOT_WITH_BEAMS = (
@@ -51,6 +52,7 @@ class Engines(Protocol):
         clip: bool,
         priority: int,
         cache_salt: str,
+        session: str,
         token_ids: bool,
     ) -> AsyncGenerator[Chunk]: ...
 
@@ -106,6 +108,7 @@ class Job:
     clip: bool
     priority: int
     cache_salt: str
+    session: str  # what the caller says belongs together
     stream: bool
     token_ids: bool
     format: Format
@@ -280,6 +283,7 @@ class ServedModel:
             clip=clip,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
+            session=request.session[:MAX_SESSION],
             stream=bool(request.stream),
             token_ids=extras.token_ids,
             beams=_rules(request),

@@ -31,6 +31,7 @@ class FakeEngines:
         self.error: Exception | None = None
         self.error_after = 0
         self.calls: list[tuple[list[int], SamplingParams, bool]] = []
+        self.sessions: list[str] = []
         self.open = 0
         self.hold: asyncio.Event | None = None  # after the first chunk, wait for it
 
@@ -52,9 +53,11 @@ class FakeEngines:
         clip: bool,
         priority: int,
         cache_salt: str,
+        session: str,
         token_ids: bool,
     ) -> AsyncGenerator[Chunk]:
         self.calls.append((prompt.tolist(), params, clip))
+        self.sessions.append(session)
         self.open += 1
         try:
             tokens = 0

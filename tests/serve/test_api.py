@@ -410,6 +410,33 @@ async def test_what_asks_for_nothing_is_accepted(service: Service) -> None:
         assert "tool_calls" not in response.json()["choices"][0]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "headers", "session"),
+    [
+        ({}, {}, ""),
+        ({"user": "u"}, {}, "u"),
+        ({"user": "u", "prompt_cache_key": "k"}, {}, "k"),
+        ({"user": "u", "prompt_cache_key": "k"}, {"x-session-id": "s"}, "s"),
+        ({"user": "u" * 2000}, {}, "u" * 256),
+    ],
+)
+async def test_the_narrowest_session_that_a_request_names(
+    service: Service, body: dict[str, str], headers: dict[str, str], session: str
+) -> None:
+    for path, asked in (
+        (CHAT, {"messages": MESSAGES, "n": 2}),
+        (COMPLETION, {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+    ):
+        response = await service.http.post(path, json={"model": "m", **asked, **body}, headers=headers)
+        assert response.status_code == 200, response.text
+    assert service.engines.sessions == [session] * 4
+    if list(body) == ["user"]:
+        asked = {"messages": MESSAGES, "max_tokens": 5, "metadata": {"user_id": body["user"], "other": 1}}
+        assert (await service.post("/v1/messages", **asked)).status_code == 200
+        assert service.engines.sessions[-1] == session
+
+
 async def test_unknown_model_route_and_method(service: Service) -> None:
     for path, body in ((CHAT, {"messages": MESSAGES}), (COMPLETION, {"prompt": "a"})):
         error = envelope(await service.post(path, **body | {"model": "x"}), 404)

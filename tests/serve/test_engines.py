@@ -40,6 +40,7 @@ class Handle:
         self._error = error
 
     def options(self, **options: Any) -> Handle:
+        self.asked = options
         return self
 
     def running_replicas_populated(self) -> bool:
@@ -49,10 +50,10 @@ class Handle:
         return Call(self._error)
 
 
-async def generate(error: BaseException) -> EngineClient:
-    client = EngineClient(Handle(error), IngressConfig())
+async def generate(error: BaseException, handle: Handle | None = None, **call: Any) -> EngineClient:
+    client = EngineClient(handle or Handle(error), IngressConfig())
     try:
-        async for _ in client.generate(np.array([1], np.int32), SamplingParams()):
+        async for _ in client.generate(np.array([1], np.int32), SamplingParams(), **call):
             pass
     finally:
         assert not client._inboxes
@@ -71,3 +72,10 @@ async def test_call_that_its_replica_cancels_may_be_tried_again(caplog: pytest.L
         await generate(TaskCancelledError())
     assert raised.value.status == 503
     assert not caplog.records
+
+
+async def test_session_is_told_as_serve_s_own_routers_expect_it() -> None:
+    handle = Handle(TaskCancelledError())
+    with pytest.raises(ApiError):
+        await generate(TaskCancelledError(), handle, session="s")
+    assert handle.asked == {"session_id": "s"}

@@ -52,6 +52,7 @@ class TinyEngines:
         clip: bool,
         priority: int,
         cache_salt: str,
+        session: str,
         token_ids: bool,
     ) -> AsyncGenerator[Chunk]:
         room = self.engine.info.max_model_len - len(prompt)
