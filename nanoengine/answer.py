@@ -26,12 +26,17 @@ class Made:
 class Answer:
     """One request's answer as it grows. ``take`` as often as is convenient: the sum does not depend on it."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt: Sequence[int] | IntArray) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, tokens: Sequence[int] | IntArray, generated: int = 0
+    ) -> None:
+        """``tokens`` are those of the prompt, and at the end the ``generated`` ones that somebody has taken already."""
         self.cached_tokens = 0
         self._params = params
-        self._detokenizer = Detokenizer(tokenizer, params, prompt)
-        self._prompt_tokens = len(prompt)
-        self._completion_tokens = 0
+        self._prompt_tokens = length = len(tokens) - generated
+        self._detokenizer = Detokenizer(tokenizer, params, tokens[:length])
+        # What was given out is a function of the tokens, and so is what is held back.
+        self._detokenizer.push([int(token) for token in tokens[length:]], finished=False)
+        self._completion_tokens = generated
 
     def take(self, made: Made) -> Delta:
         """The next delta. With a finish reason it is the last, though the engine may have gone past a stop string."""

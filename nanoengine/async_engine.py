@@ -193,8 +193,12 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        generated: int = 0,
     ) -> AsyncIterator[Delta]:
         """Stream one request. Each delta has all that came since the one before; the last has a finish reason.
+
+        The last ``generated`` of ``prompt_ids`` are the beginning of an answer that another engine was cut off from:
+        the deltas are those that would have come next there, if ``params`` have a seed or are greedy.
 
         Leaving the loop aborts the request. ``request_id`` is only a name for ``abort`` and need not be unique.
         Raises ``InvalidRequestError`` (or its ``ContextLengthError``) or ``EngineOverloadedError`` before the first
@@ -203,12 +207,12 @@ class AsyncEngine:
         if self._dead is not None:
             raise self._dead
         info = self.info
-        prompt = token_array(prompt_ids)
-        check_request(prompt, params, info.max_model_len, info.vocab_size, info.num_tokens)
-        key, stream = next(self._keys), _Stream(request_id, Answer(self.tokenizer, params, prompt))
+        tokens = token_array(prompt_ids)
+        check_request(tokens, params, info.max_model_len, info.vocab_size, info.num_tokens, generated)
+        key, stream = next(self._keys), _Stream(request_id, Answer(self.tokenizer, params, tokens, generated))
         self._streams[key] = stream
         try:
-            self._send(Add(key, prompt.tobytes(), params, priority, cache_salt))
+            self._send(Add(key, tokens.tobytes(), params, priority, cache_salt, generated))
             while True:
                 await stream.wake.wait()
                 stream.wake.clear()

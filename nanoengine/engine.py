@@ -25,7 +25,7 @@ from nanoengine.scheduling.scheduler import Finished, Limits, Retired, Scheduler
 from nanoengine.scheduling.step import IntArray, KeyArray, Step
 from nanoengine.structured.compiler import Compiled, Compiler
 from nanoengine.structured.constraints import Constraints
-from nanoengine.structured.gate import Gate
+from nanoengine.structured.gate import Gate, Request
 from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import resolve_model
 
@@ -91,20 +91,41 @@ class Engine:
         self._finished = {"stop": 0, "length": 0, "abort": 0}
 
     def add(
-        self, key: int, prompt: IntArray, params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        key: int,
+        tokens: IntArray,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        generated: int = 0,
     ) -> None:
-        """Queue a request under a key of the caller's; ``prompt`` is int32 [length].
+        """Queue a request under a key of the caller's; ``tokens``, int32 [length], are its prompt.
+
+        An answer that another engine has begun goes on where the last ``generated`` of ``tokens`` are what there is of
+        it: what comes then is what that engine would have gone on with, if ``params`` have a seed or are greedy.
 
         Raises ``InvalidRequestError`` or ``ContextLengthError`` if it could never be served; nothing has changed then.
         A grammar is compiled while others run; what is wrong with it is in the ``refused`` of a later step.
         """
+        request = Request(key, tokens, params, priority, cache_salt, generated)
         if params.structured is None and not params.bad_words:
-            self._scheduler.add(key, prompt, params, priority=priority, cache_salt=cache_salt)
+            self._queue(request)
             if params.constrained:
                 self._constraints.add(key, params, Compiled(None, ()))
             return
-        self._scheduler.check_request(prompt, params)
-        self._gate.enter(key, prompt, params, priority, cache_salt)
+        self._scheduler.check_request(tokens, params, generated)
+        self._gate.enter(request)
+
+    def _queue(self, request: Request) -> None:
+        self._scheduler.add(
+            request.key,
+            request.tokens,
+            request.params,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            generated=request.generated,
+        )
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Compile what ``params`` ask for, and wait for it. Raises ``InvalidRequestError``."""
@@ -188,8 +209,11 @@ class Engine:
             if isinstance(compiled, Refusal):
                 refused.append((one.key, compiled))
                 continue
-            self._scheduler.add(one.key, one.prompt, one.params, priority=one.priority, cache_salt=one.cache_salt)
-            self._constraints.add(one.key, one.params, compiled)
+            error = self._constraints.add(one.key, one.params, compiled, one.answer.tolist())
+            if error is not None:
+                refused.append((one.key, error))
+                continue
+            self._queue(one)
         return refused
 
     def load(self) -> Load:
@@ -234,4 +258,4 @@ class Engine:
 
 
 def _started(step: Step) -> list[tuple[int, int]]:
-    return [(a.key, a.cached_tokens) for a in step.admissions if not len(a.output)]
+    return [(a.key, a.cached_tokens) for a in step.admissions if a.first]

@@ -104,9 +104,16 @@ def _receive(sock: socket.socket, inbox: queue.SimpleQueue[ToEngine | None]) -> 
 
 def _handle(engine: Engine, sock: socket.socket, message: ToEngine) -> None:
     if isinstance(message, Add):
-        prompt = np.frombuffer(message.prompt, np.int32)
+        tokens = np.frombuffer(message.tokens, np.int32)
         try:
-            engine.add(message.key, prompt, message.params, priority=message.priority, cache_salt=message.cache_salt)
+            engine.add(
+                message.key,
+                tokens,
+                message.params,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+                generated=message.generated,
+            )
         except InvalidRequestError as error:
             sock.sendall(frame(Refused.of(message.key, error)))
     elif isinstance(message, Abort):

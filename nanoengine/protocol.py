@@ -32,10 +32,11 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     """Owner to engine: a new request."""
 
     key: int
-    prompt: bytes  # int32 token ids
+    tokens: bytes  # int32 ids of the prompt, and of what there is of the answer
     params: SamplingParams
     priority: int
     cache_salt: str
+    generated: int  # how many of the tokens are the answer's
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):

@@ -22,13 +22,20 @@ def token_array(ids: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.
 
 
 def check_request(
-    prompt: npt.NDArray[np.int32], params: SamplingParams, max_model_len: int, vocab_size: int, num_tokens: int
+    tokens: npt.NDArray[np.int32],
+    params: SamplingParams,
+    max_model_len: int,
+    vocab_size: int,
+    num_tokens: int,
+    generated: int = 0,
 ) -> None:
     """Raise ``InvalidRequestError`` or ``ContextLengthError``, saying what to change, if it can never be served.
 
+    ``tokens`` are those of the prompt, and at the end the ``generated`` ones of an answer that is to go on.
     ``vocab_size`` is the model's; its ids from ``num_tokens`` on are padding, and stand for no token.
     """
-    length = len(prompt)
+    length = len(tokens) - generated
+    prompt, answer = tokens[:length], tokens[length:]
     if length == 0:
         raise InvalidRequestError("the prompt is empty: send at least one token", param="prompt", code="empty_prompt")
     low, high = int(prompt.min()), int(prompt.max())
@@ -51,6 +58,12 @@ def check_request(
             f"tokens: shorten the prompt, or ask for at most {max_model_len - length} tokens",
             param="max_tokens",
         )
+    if generated and not (
+        int(answer.min()) >= 0
+        and int(answer.max()) < num_tokens
+        and generated < min(params.max_tokens or max_model_len, max_model_len - length)
+    ):
+        raise InvalidRequestError("the answer so far is not one that this request can have had", code="invalid_answer")
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("logit_bias", params.logit_bias or (), num_tokens)
     _check_ids("allowed_token_ids", params.allowed_token_ids, num_tokens)

@@ -123,13 +123,24 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(
-        self, key: int, prompt: IntArray, params: SamplingParams, *, priority: int = 0, cache_salt: str = ""
+        self,
+        key: int,
+        tokens: IntArray,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        generated: int = 0,
     ) -> None:
-        """Queue a request. Raises ``InvalidRequestError`` or ``ContextLengthError`` if it could never be served."""
+        """Queue a request. Raises ``InvalidRequestError`` or ``ContextLengthError`` if it could never be served.
+
+        The last ``generated`` of ``tokens`` are the beginning of its answer: from there on it is as if it had been
+        preempted here.
+        """
         if key in self._sequences:
             raise InvalidRequestError(f"request {key} is already running", code="duplicate_request")
-        self.check_request(prompt, params)
-        prompt_len = len(prompt)
+        self.check_request(tokens, params, generated)
+        prompt_len = len(tokens) - generated
         room = self.limits.max_model_len - prompt_len
         # A grammar says when the answer is complete, and there is no other way to end then.
         ignore_eos = params.ignore_eos and params.structured is None
@@ -138,7 +149,7 @@ class Scheduler:
         seq = Sequence(
             key=key,
             params=params,
-            tokens=np.ascontiguousarray(prompt, np.int32),
+            tokens=np.ascontiguousarray(tokens, np.int32),
             prompt_len=prompt_len,
             limit=prompt_len + (room if params.max_tokens is None else max(1, params.max_tokens)),
             stop_ids=stop_ids,
@@ -146,15 +157,17 @@ class Scheduler:
             salt=cache_salt,
             arrival=self._arrivals,
             priority=priority,
+            scored=prompt_len if generated else 0,  # scores come with the first token
         )
         self._arrivals += 1
         self._sequences[key] = seq
         self._enqueue(seq)
 
-    def check_request(self, prompt: IntArray, params: SamplingParams) -> None:
+    def check_request(self, tokens: IntArray, params: SamplingParams, generated: int = 0) -> None:
         """Raise what ``add`` would."""
         limits = self.limits
-        check_request(prompt, params, limits.max_model_len, limits.vocab_size, limits.num_tokens or limits.vocab_size)
+        num_tokens = limits.num_tokens or limits.vocab_size
+        check_request(tokens, params, limits.max_model_len, limits.vocab_size, num_tokens, generated)
 
     def abort(self, key: int) -> bool:
         """End a request in whatever state it is; False if it is not (or no longer) known. Later tokens are dropped."""
@@ -376,15 +389,15 @@ class Scheduler:
         slots.constrained[slot] = seq.params.constrained
         self._running[slot] = seq
         self._prefilling.append(seq)
-        if not seq.started:
-            seq.started = True
+        first, seq.started = not seq.started, True
+        if first:
             seq.cached_tokens = min(hit_tokens, seq.prompt_len)
             self.counters.prompt_tokens += seq.prompt_len
             if self.limits.prefix_caching and not seq.scores:
                 self.counters.prefix_query_tokens += seq.prompt_len
                 self.counters.prefix_hit_tokens += seq.cached_tokens
         prompt, output = np.split(seq.tokens, [seq.prompt_len])
-        return Admission(slot, seq.key, seq.params, prompt, output, seq.cached_tokens)
+        return Admission(slot, seq.key, seq.params, prompt, output, first, seq.cached_tokens)
 
     def _start_decodes(self, sequences: list[Sequence]) -> None:
         if not sequences:

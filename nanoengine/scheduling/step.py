@@ -18,14 +18,16 @@ BoolArray = npt.NDArray[np.bool_]
 class Admission:
     """A sequence that takes a slot with this step, so that the runner can set up what it keeps per slot.
 
-    After a preemption the same request is admitted again, with the tokens that it had generated so far in ``output``.
+    After a preemption the same request is admitted again, with the tokens that it had generated so far in ``output``;
+    so is one that another engine began.
     """
 
     slot: int
     key: int
     params: SamplingParams
     prompt: IntArray  # [prompt length]
-    output: IntArray  # [tokens generated before a preemption], else empty
+    output: IntArray  # [tokens generated before]
+    first: bool = True  # of this request, here
     cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
 
 

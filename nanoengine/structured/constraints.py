@@ -37,9 +37,17 @@ class Constraints:
     def __len__(self) -> int:
         return len(self._of)
 
-    def add(self, key: int, params: SamplingParams, compiled: Compiled) -> None:
-        """Begin a sequence."""
+    def add(
+        self, key: int, params: SamplingParams, compiled: Compiled, answer: Iterable[int] = ()
+    ) -> InvalidRequestError | None:
+        """Begin a sequence, which has these tokens of an ``answer`` already. The error, if its grammar does not have
+        them: then it has not begun."""
         self._of[key] = _Constraint(params, compiled, self._num_tokens)
+        for token in answer:
+            if failed := self.advance([key], [token]):
+                self.drop(key)
+                return failed[0][1]
+        return None
 
     def drop(self, key: int) -> None:
         """The sequence has ended, if it was one of these."""

@@ -18,14 +18,24 @@ TURN_SECONDS = 20.0  # that a request waits for its turn to be compiled: behind 
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Request:
     """A request as it was added."""
 
     key: int
-    prompt: IntArray
+    tokens: IntArray  # [length] of the prompt, and of what there is of the answer
     params: SamplingParams
     priority: int
     cache_salt: str
+    generated: int  # tokens of the answer
+
+    @property
+    def answer(self) -> IntArray:
+        return self.tokens[len(self.tokens) - self.generated :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: Request
     compiled: Future[Compiled]
     deadline: float  # for its turn
 
@@ -35,15 +45,15 @@ class Gate:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, _Waiting] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def enter(self, key: int, prompt: IntArray, params: SamplingParams, priority: int, cache_salt: str) -> None:
+    def enter(self, request: Request) -> None:
         """Begin to compile what the request asks for."""
         deadline = time.monotonic() + TURN_SECONDS
-        self._waiting[key] = Waiting(key, prompt, params, priority, cache_salt, self._compiler(params), deadline)
+        self._waiting[request.key] = _Waiting(request, self._compiler(request.params), deadline)
 
     def leave(self, key: int) -> bool:
         """Whether the request waited here; it does not any more.
@@ -56,19 +66,19 @@ class Gate:
             left.compiled.cancel()
         return True
 
-    def opened(self) -> Iterator[tuple[Waiting, Compiled | Refusal]]:
+    def opened(self) -> Iterator[tuple[Request, Compiled | Refusal]]:
         """Those whose grammar is ready, or at fault, or has not got its turn: they wait no longer."""
         now = time.monotonic()
         for key, one in list(self._waiting.items()):
             if one.compiled.done():
                 del self._waiting[key]
                 try:
-                    yield one, _result(one.compiled, one.params)
+                    yield one.request, _result(one.compiled, one.request.params)
                 except InvalidRequestError as error:
-                    yield one, error
+                    yield one.request, error
             elif now > one.deadline and not one.compiled.running():
                 self.leave(key)
-                yield one, EngineOverloadedError("too many grammars wait to be compiled; try again later")
+                yield one.request, EngineOverloadedError("too many grammars wait to be compiled; try again later")
 
     def wait(self) -> None:
         """Wait a little for the next to be ready, where nothing else is to be done."""
