@@ -23,11 +23,11 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from deployments.messages import Chunk, merged
+from deployments.messages import Chunk
 from deployments.routing.load import LoadReport
 from nanoengine.cache.events import PrefixEvents
 
@@ -97,24 +97,54 @@ def _keep_alive(writer: asyncio.StreamWriter) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+class Source(Protocol):
+    """One sequence, at its replica."""
+
+    def take(self) -> Chunk | None:
+        """All that has come since it was called before, or None. Raises nothing."""
+
+    def lost(self) -> None:
+        """The connection is: nothing will be taken any more."""
+
+
 class Lane:
-    """A replica's end of one channel."""
+    """A replica's end of one channel.
+
+    A sequence only says that it has something. What it has is taken when a message leaves, so that a connection or a
+    process that is behind costs fewer and larger chunks, and text is worked out once for all of their tokens.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter, snapshot: Callable[[], PrefixEvents]) -> None:
         self.closed = False
         self._writer = writer
         self._snapshot = snapshot
-        self._pending: dict[int, Chunk] = {}  # by call number
+        self._sources: dict[int, Source] = {}  # by call number
+        self._ready: dict[int, Source] = {}  # ... of those that have something
         self._load: LoadReport | None = None
         self._prefixes: list[PrefixEvents] | None = None  # None: a snapshot is due instead
         self._wake = asyncio.Event()
 
-    def push(self, number: int, chunk: Chunk) -> None:
-        """Send a chunk, with all others of this turn of the event loop, as soon as the connection takes it. A call's
-        chunks that have not left yet become one."""
-        waiting = self._pending.get(number)
-        self._pending[number] = chunk if waiting is None else merged(waiting, chunk)
-        self._wake.set()
+    def add(self, number: int, source: Source) -> None:
+        """A call whose chunks are to go this way."""
+        self._sources[number] = source
+
+    def ready(self, number: int) -> None:
+        """It has something to send: that goes, with what all others have in this turn of the event loop, as soon as
+        the connection takes it."""
+        if (source := self._sources.get(number)) is not None:
+            self._ready[number] = source
+            self._wake.set()
+
+    def remove(self, number: int) -> None:
+        """Nothing more is taken of it."""
+        self._sources.pop(number, None)
+        self._ready.pop(number, None)
+
+    def close(self) -> None:
+        """The connection has ended."""
+        self.closed = True
+        for source in list(self._sources.values()):
+            source.lost()
 
     def tell(self, load: LoadReport, prefixes: PrefixEvents | None = None) -> None:
         """Send a report, which replaces one that has not left yet, and events, which never are lost alone."""
@@ -137,8 +167,10 @@ class Lane:
                 await self._wake.wait()
                 self._wake.clear()
                 prefixes = [self._snapshot()] if self._prefixes is None else self._prefixes
-                news = _News(self._pending, self._load, prefixes)
-                self._pending, self._load, self._prefixes = {}, None, []
+                ready, self._ready = self._ready, {}
+                taken = ((number, source.take()) for number, source in ready.items())
+                news = _News({number: chunk for number, chunk in taken if chunk is not None}, self._load, prefixes)
+                self._load, self._prefixes = None, []
                 self._writer.write(_frame(news))
                 await self._writer.drain()
 
@@ -188,7 +220,7 @@ class ChannelServer:
         except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError):
             pass
         finally:
-            lane.closed = True
+            lane.close()
             if self._lanes.get(ingress) is lane:
                 del self._lanes[ingress]
             writer.close()

@@ -17,6 +17,8 @@ _TTFT = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.
 _ITL = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80]
 _E2E = [0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
 _TAGS = ("model_name",)
+ITL_SAMPLE = 16
+"""Ray's histogram takes 7 us to observe a value, a fifth of what a streamed chunk costs: of so many chunks, one is."""
 M = TypeVar("M", Counter, Gauge, Histogram)
 
 
@@ -79,8 +81,9 @@ class RequestMetrics:
             return _tagged(Histogram(f"vllm_{name}", description, boundaries, tag_keys=_TAGS), tags)
 
         self._ttft = histogram("time_to_first_token_seconds", "From the request's arrival to its first token.", _TTFT)
-        self._itl = histogram("inter_token_latency_seconds", "Between two tokens; once a chunk, its mean.", _ITL)
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens: means of one chunk in 16.", _ITL)
         self._e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _E2E)
+        self._chunks = 0
         reasons = (*_TAGS, "finished_reason")
         self._success = Counter("vllm_request_success", description="Requests by how they ended.", tag_keys=reasons)
         self._success.set_default_tags(dict(tags))
@@ -93,7 +96,8 @@ class RequestMetrics:
         self._ttft.observe(seconds)
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
-        if tokens > 0:
+        self._chunks += 1
+        if tokens > 0 and self._chunks % ITL_SAMPLE == 0:
             self._itl.observe(seconds / tokens)
 
     def finished(self, reason: str, seconds: float) -> None:

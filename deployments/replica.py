@@ -11,8 +11,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,13 +20,13 @@ import msgspec
 import ray.util
 from ray import serve
 
-from deployments.channel import ChannelServer
+from deployments.channel import ChannelServer, Lane
 from deployments.messages import Chunk, GenerateCall, Refusal, encode
 from deployments.metrics import EngineMetrics
 from deployments.pacing import Pacer
 from deployments.routing.accuracy import Accuracy
 from deployments.routing.load import LoadReport, ReplicaInfo
-from nanoengine.async_engine import AsyncEngine
+from nanoengine.async_engine import AsyncEngine, Stream
 from nanoengine.cache.events import HeldPrefixes
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
@@ -45,6 +45,37 @@ class _Unanswered:
 
     tokens: int  # of its prompt, that are expected to need computing
     steps: int  # that the engine had made when it came
+
+
+class _Sent:
+    """A sequence whose chunks a lane takes."""
+
+    def __init__(self, stream: Stream, chunk: Callable[[Delta], Chunk]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stream = stream
+        self._chunk = chunk
+
+    def take(self) -> Chunk | None:
+        try:
+            delta = self._stream.take()
+            chunk = self._chunk(delta)
+        except Exception as error:  # whatever it is, it is this sequence's alone
+            self._end(error)
+            return None
+        if delta.finish_reason is not None:
+            self._end(None)
+        return chunk
+
+    def lost(self) -> None:
+        self._end(ConnectionError("the connection to the ingress was lost"))
+
+    def _end(self, error: Exception | None) -> None:
+        if self.ended.done():  # its call was cancelled
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
 
 
 class EngineReplica:
@@ -78,40 +109,69 @@ class EngineReplica:
         Where the calling ingress has a channel to this replica the chunks go there and none are yielded. Else the
         first chunk leaves at once, and later ones as often as this process can bear, each with all that came since.
         """
-        lane = self._channels.lane(call.ingress)
         self._open[call.ingress] += 1
         self._newest[call.ingress] = max(call.number, self._newest.get(call.ingress, 0))
         expected = call.expected_cached or 0
         self._unanswered[call.key] = _Unanswered(len(call.prompt) - expected, self._engine.load().steps)
         self._arrived.set()
-        deltas = self._engine.generate(
-            call.prompt, self._params(call), call.key, priority=call.priority, cache_salt=call.cache_salt
-        )
         try:
-            async for delta in deltas:
-                if self._unanswered.pop(call.key, None) is not None:
-                    self._compare(call, delta)
-                if delta.finish_reason is not None:
-                    self._output_tokens += 0.05 * (delta.completion_tokens - self._output_tokens)
-                if lane is None:
-                    yield encode(Chunk.of(delta, call.token_ids))
-                    if delta.finish_reason is None and self._pacer.pause:
-                        await asyncio.sleep(self._pacer.pause)
-                elif lane.closed:
-                    yield encode(Refusal("dead", "the connection to the ingress was lost", self._replica))
-                    return
-                else:
-                    lane.push(call.number, Chunk.of(delta, call.token_ids))
+            if (lane := self._channels.lane(call.ingress)) is not None:
+                await self._send(call, lane)
+            else:
+                async with aclosing(self._stream(call)) as stream:
+                    async for data in stream:
+                        yield data
         except InvalidRequestError as error:
             yield encode(Refusal("invalid", error.message, self._replica, param=error.param, code=error.code))
         except EngineOverloadedError as error:
             yield encode(Refusal("overloaded", str(error), self._replica, retry_after=error.retry_after))
-        except EngineDeadError as error:
+        except (EngineDeadError, ConnectionError) as error:
             yield encode(Refusal("dead", str(error), self._replica))
         finally:
             self._open[call.ingress] -= 1
             self._unanswered.pop(call.key, None)
-            await deltas.aclose()  # type: ignore[attr-defined]  # aborts in the engine where the stream is not at its end
+
+    async def _send(self, call: GenerateCall, lane: Lane) -> None:
+        """See a sequence to its end, whose chunks go through a channel. Raises what that end was."""
+        stream = self._engine.open(
+            call.prompt,
+            self._params(call),
+            lambda: lane.ready(call.number),
+            call.key,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+        )
+        sent = _Sent(stream, self._chunks_of(call))
+        lane.add(call.number, sent)
+        try:
+            await sent.ended
+        finally:
+            lane.remove(call.number)
+            stream.close()
+
+    async def _stream(self, call: GenerateCall) -> AsyncGenerator[bytes]:
+        chunk = self._chunks_of(call)
+        deltas = self._engine.generate(
+            call.prompt, self._params(call), call.key, priority=call.priority, cache_salt=call.cache_salt
+        )
+        async with aclosing(deltas):  # aborts in the engine where the stream is not at its end
+            async for delta in deltas:
+                yield encode(chunk(delta))
+                if delta.finish_reason is None and self._pacer.pause:
+                    await asyncio.sleep(self._pacer.pause)
+
+    def _chunks_of(self, call: GenerateCall) -> Callable[[Delta], Chunk]:
+        """What makes a call's deltas, one after the other, its chunks."""
+        key = call.key
+
+        def chunk(delta: Delta) -> Chunk:
+            if self._unanswered.pop(key, None) is not None:
+                self._compare(call, delta)
+            if delta.finish_reason is not None:
+                self._output_tokens += 0.05 * (delta.completion_tokens - self._output_tokens)
+            return Chunk.of(delta, call.token_ids)
+
+        return chunk
 
     def _params(self, call: GenerateCall) -> Any:
         room = self._info.max_model_len - len(call.prompt)

@@ -14,8 +14,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
 
@@ -48,15 +47,52 @@ from nanoengine.weights.sources import resolve_model
 log = logging.getLogger("nanoengine")
 
 
-@dataclass(slots=True)
-class _Stream:
-    """One request that somebody waits for."""
+class Stream:
+    """One open request. For who moves many of them and would not wake a task for each token; else ``generate``."""
 
-    request_id: str | None
-    answer: Answer
-    made: Made = field(default_factory=Made)
-    error: NanoEngineError | None = None
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(
+        self,
+        request_id: str | None,
+        answer: Answer,
+        on_news: Callable[[], None],
+        on_close: Callable[[Stream], None],
+    ) -> None:
+        self.request_id = request_id
+        self._answer = answer
+        self._made = Made()
+        self._error: NanoEngineError | None = None
+        self._told = False  # that there is news
+        self._on_news = on_news
+        self._on_close = on_close
+
+    def take(self) -> Delta:
+        """All that has come since it was called before: nothing may have. The last delta has a finish reason.
+
+        Raises ``InvalidRequestError``, ``EngineOverloadedError`` or ``EngineDeadError`` where that was the end.
+        """
+        self._told = False
+        if self._error is not None:
+            raise self._error
+        made, self._made = self._made, Made(finish_reason=self._made.finish_reason)
+        return self._answer.take(made)
+
+    def close(self) -> None:
+        """Give up what is still to come. There is no more news."""
+        self._on_close(self)
+
+    @property
+    def _over(self) -> bool:
+        """Whether the engine makes nothing more for it."""
+        return self._made.finish_reason is not None
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            self._on_news()
+
+    def _fail(self, error: NanoEngineError) -> None:
+        self._error = error
+        self._tell()
 
 
 class AsyncEngine:
@@ -66,7 +102,7 @@ class AsyncEngine:
         """``on_prefixes`` is called with the prefix cache's changes, in order, after each step that made some."""
         self._config = config
         self._on_prefixes = on_prefixes
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._keys = itertools.count()
         self._memory: dict[int, asyncio.Future[MemorySummary]] = {}  # asked for, by number
         self._load = Load()
@@ -194,7 +230,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
         generated: int = 0,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta]:
         """Stream one request. Each delta has all that came since the one before; the last has a finish reason.
 
         The last ``generated`` of ``prompt_ids`` are the beginning of an answer that another engine was cut off from:
@@ -204,36 +240,59 @@ class AsyncEngine:
         Raises ``InvalidRequestError`` (or its ``ContextLengthError``) or ``EngineOverloadedError`` before the first
         delta, and ``EngineDeadError`` at any time.
         """
+        wake = asyncio.Event()
+        stream = self.open(
+            prompt_ids, params, wake.set, request_id, priority=priority, cache_salt=cache_salt, generated=generated
+        )
+        try:
+            while True:
+                await wake.wait()
+                wake.clear()
+                delta = stream.take()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            stream.close()
+
+    def open(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        params: SamplingParams,
+        on_news: Callable[[], None],
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        generated: int = 0,
+    ) -> Stream:
+        """Begin one request, as ``generate`` does; close it, whatever happens. ``on_news`` is called when there is
+        something to take, once until it is taken; not all of it is there before it has returned.
+
+        Raises ``InvalidRequestError`` (or its ``ContextLengthError``) or ``EngineDeadError``.
+        """
         if self._dead is not None:
             raise self._dead
         info = self.info
         tokens = token_array(prompt_ids)
         check_request(tokens, params, info.max_model_len, info.vocab_size, info.num_tokens, generated)
-        key, stream = next(self._keys), _Stream(request_id, Answer(self.tokenizer, params, tokens, generated))
-        self._streams[key] = stream
-        try:
-            self._send(Add(key, tokens.tobytes(), params, priority, cache_salt, generated))
-            while True:
-                await stream.wake.wait()
-                stream.wake.clear()
-                if stream.error is not None:
-                    raise stream.error
-                made, stream.made = stream.made, Made(finish_reason=stream.made.finish_reason)
-                delta = stream.answer.take(made)
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-        finally:
-            del self._streams[key]
-            if stream.made.finish_reason is None and self._dead is None:
+        key = next(self._keys)
+
+        def close(stream: Stream) -> None:
+            if self._streams.pop(key, None) is not None and not stream._over and self._dead is None:
                 self._send(Abort(key))
+
+        answer = Answer(self.tokenizer, params, tokens, generated)
+        self._send(Add(key, tokens.tobytes(), params, priority, cache_salt, generated))
+        stream = self._streams[key] = Stream(request_id, answer, on_news, close)
+        return stream
 
     async def abort(self, request_id: str) -> None:
         """End every request with this id; its stream gets a last delta with finish reason "abort"."""
         for key, stream in self._streams.items():
-            if stream.request_id == request_id and stream.made.finish_reason is None:
-                stream.made.finish_reason = "abort"
-                stream.wake.set()
+            if stream.request_id == request_id and not stream._over:
+                stream._made.finish_reason = "abort"
+                stream._tell()
                 self._send(Abort(key))
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -274,34 +333,34 @@ class AsyncEngine:
         streams = self._streams
         for key, cached in update.started:
             if (stream := streams.get(key)) is not None:
-                stream.answer.cached_tokens = cached
+                stream._answer.cached_tokens = cached
         for key, scores in update.scores:
             if (stream := streams.get(key)) is not None:
-                stream.made.scores.append(scores)  # they go with the first token, which is not there before them
+                stream._made.scores.append(scores)  # they go with the first token, which is not there before them
         keys = np.frombuffer(update.keys, np.int64).tolist()
         for key, token in zip(keys, np.frombuffer(update.tokens, np.int32).tolist(), strict=True):
             # A stream that was left is not here any more; its abort is on the way to the engine.
-            if (stream := streams.get(key)) is not None and stream.made.finish_reason is None:
-                stream.made.tokens.append(token)
-                stream.wake.set()
+            if (stream := streams.get(key)) is not None and (made := stream._made).finish_reason is None:
+                made.tokens.append(token)
+                if not stream._told:
+                    stream._tell()
         for index, logprob in update.logprobs.items():
-            if (stream := streams.get(keys[index])) is not None and stream.made.finish_reason is None:
-                stream.made.logprobs.append(logprob)
+            if (stream := streams.get(keys[index])) is not None and not stream._over:
+                stream._made.logprobs.append(logprob)
         for end in update.finished:
-            if (stream := streams.get(end.key)) is not None and stream.made.finish_reason is None:
-                stream.made.finish_reason, stream.made.stop_token = end.reason, end.stop_token
-                stream.wake.set()
+            if (stream := streams.get(end.key)) is not None and not stream._over:
+                stream._made.finish_reason, stream._made.stop_token = end.reason, end.stop_token
+                stream._tell()
 
     def _fail(self, key: int, error: NanoEngineError) -> None:
         if (stream := self._streams.get(key)) is not None:
-            stream.error = error
-            stream.wake.set()
+            stream._fail(error)
 
     def _die(self, error: EngineDeadError) -> None:
         if self._dead is None:
             self._dead = error
-        for key in self._streams:
-            self._fail(key, error)
+        for stream in self._streams.values():
+            stream._fail(error)
         for answer in self._memory.values():
             if not answer.done():
                 answer.set_exception(error)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -53,8 +54,7 @@ class PromptScores:
             yield PromptLogprob(token, logprob, rank, tuple(zip(i, p, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):  # one a token, often: a frozen dataclass takes ten times as long to make
     """What one request produced since the delta before: one token or several, never half a character of text."""
 
     text: str

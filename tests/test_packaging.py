@@ -61,7 +61,7 @@ def test_imports_are_declared() -> None:
     models = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "jinja2", "numpy"}
     engine = models | {"llguidance"}
     gpu = {"triton", "flash_attn"}
-    loadtest = {"locust", "gevent", "geventhttpclient"}  # locust, and what its interface consists of
+    loadtest = {"locust", "gevent", "geventhttpclient", "httptools"}  # locust, and what its interface consists of
     provided = service | engine | gpu | loadtest | {"filelock", "tqdm"}
     own = {"nanoengine", "deployments", "loadtest", *sys.stdlib_module_names}
     found: dict[str, str] = {}

@@ -259,3 +259,27 @@ async def test_a_message_that_cannot_be_handled_ends_every_stream(monkeypatch: p
         assert engine.dead is not None
     finally:
         await engine.stop()
+
+
+async def test_an_open_stream_tells_once_and_is_taken_at_leisure(engine: AsyncEngine) -> None:
+    told: list[None] = []
+    params = SamplingParams(max_tokens=30)
+    stream = engine.open(list(b"tell me"), params, lambda: told.append(None))
+    deadline = time.monotonic() + 5
+    while engine.load().running or not told:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+    assert len(told) == 1, "nothing was taken in between"
+    delta = stream.take()
+    assert (delta.completion_tokens, delta.finish_reason) == (30, "length")
+    assert delta.text == "".join(d.text for d in await collect(engine, list(b"tell me"), params))
+    stream.close()
+    assert not engine._streams
+
+
+async def test_an_open_stream_that_is_closed_is_aborted(engine: AsyncEngine) -> None:
+    stream = engine.open(list(b"tell me"), SamplingParams(max_tokens=900), lambda: None)
+    await asyncio.sleep(0.05)
+    stream.close()
+    stream.close()
+    await idle(engine)

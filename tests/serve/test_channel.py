@@ -30,6 +30,27 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
+class Sequence:
+    """What a replica has of one call: chunks that were made and not taken yet become one."""
+
+    def __init__(self, lane: Lane, number: int) -> None:
+        self._lane, self._number = lane, number
+        self._made: Chunk | None = None
+        self.is_lost = False
+        lane.add(number, self)
+
+    def make(self, made: Chunk) -> None:
+        self._made = made if self._made is None else merged(self._made, made)
+        self._lane.ready(self._number)
+
+    def take(self) -> Chunk | None:
+        taken, self._made = self._made, None
+        return taken
+
+    def lost(self) -> None:
+        self.is_lost = True
+
+
 class Ends:
     """A server, and a client of the name "me"."""
 
@@ -76,9 +97,10 @@ async def test_chunks_of_one_turn_travel_together(ends: Ends, monkeypatch: pytes
     frame = channel._frame
     lane = await ends.connect()
     monkeypatch.setattr(channel, "_frame", lambda message: frames.append(message) or frame(message))
-    for number in range(50):
-        lane.push(number, chunk("a", 1))
-    lane.push(3, chunk("b", 2, "stop"))
+    sequences = [Sequence(lane, number) for number in range(50)]
+    for sequence in sequences:
+        sequence.make(chunk("a", 1))
+    sequences[3].make(chunk("b", 2, "stop"))
     await until(lambda: len(ends.got) == 50)
     assert len(frames) == 1, "one frame, not one per sequence"
     (both,) = ends.got[3]
@@ -88,15 +110,35 @@ async def test_chunks_of_one_turn_travel_together(ends: Ends, monkeypatch: pytes
 
 
 async def test_slow_reader_gets_fewer_and_larger_chunks_and_loses_nothing(ends: Ends) -> None:
-    lane = await ends.connect()
+    sequence = Sequence(await ends.connect(), 1)
     text = "".join(chr(97 + i % 26) for i in range(20_000))
     for i, letter in enumerate(text):
-        lane.push(1, chunk(letter, i + 1))
+        sequence.make(chunk(letter, i + 1))
         if i % 100 == 0:
             await asyncio.sleep(0)
     await until(lambda: ends.got[1] and ends.got[1][-1].completion_tokens == len(text))
     assert "".join(c.text for c in ends.got[1]) == text
     assert len(ends.got[1]) < 1000
+
+
+async def test_what_was_left_is_not_taken(ends: Ends) -> None:
+    lane = await ends.connect()
+    left, other = Sequence(lane, 1), Sequence(lane, 2)
+    left.make(chunk("a", 1))
+    other.make(chunk("b", 1))
+    lane.remove(1)
+    left.make(chunk("c", 2))
+    await until(lambda: ends.got[2])
+    assert not ends.got[1]
+
+
+async def test_the_end_of_a_connection_is_told_to_who_sends_by_it(ends: Ends) -> None:
+    lane = await ends.connect()
+    left, other = Sequence(lane, 1), Sequence(lane, 2)
+    lane.remove(1)
+    ends.client.connect({})
+    await until(lambda: other.is_lost)
+    assert not left.is_lost
 
 
 async def test_wrong_secret_opens_no_lane(ends: Ends) -> None:
@@ -137,7 +179,7 @@ async def test_garbage_harms_nobody(ends: Ends, garbage: bytes) -> None:
     writer.write_eof()
     await reader.read()
     writer.close()
-    lane.push(1, chunk("a", 1))
+    Sequence(lane, 1).make(chunk("a", 1))
     await until(lambda: ends.got[1])
     assert unhandled == []
 
@@ -149,7 +191,7 @@ async def test_lost_connection_closes_the_lane_and_is_opened_again(ends: Ends) -
     await until(lambda: ends.server.lane("me") not in (None, lane))
     again = ends.server.lane("me")
     assert again is not None
-    again.push(2, chunk("b", 1))
+    Sequence(again, 2).make(chunk("b", 1))
     await until(lambda: ends.got[2])
     assert [piece.text for piece in ends.got[2]] == ["b"], "the new connection carries tokens"
 
