@@ -9,6 +9,9 @@ Three kernels. The first reads the logits once, in chunks, and leaves the maximu
 program a row and returns at once where there is no filter; else it finds the threshold by bisection on the bits of the
 weights, and replaces the sums by those of what is kept. The third finds the chunk in which the CDF crosses u, and
 the token in it. The size of a chunk is fixed, so a row's token does not depend on the batch.
+
+Rows with a mask are known later than the others, and sampled again by a launch of their own: each load of logits adds
+what the mask says, as one bit a token, which is nothing beside the logits.
 """
 
 from __future__ import annotations
@@ -62,34 +65,59 @@ def _weigh(x, best, temperature):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _load(row_ptr, mask_ptr, token, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits of tokens, in float32; what a mask forbids is -inf, or NaN if it was NaN or +inf."""
+    x = tl.load(row_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if MASKED:
+        word = tl.load(mask_ptr + token // 32, mask=inside, other=0)
+        x += tl.where((word >> (token % 32)) & 1 != 0, 0.0, float("-inf"))
+    return x
+
+
+@triton.jit
+def _row(rows_ptr, masks_ptr, words, MASKED: tl.constexpr, axis: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(the program's place among those that are sampled, its row of the logits, its mask)."""
+    at = tl.program_id(axis).to(tl.int64)
+    row, mask_ptr = at, masks_ptr
+    if MASKED:
+        row = tl.load(rows_ptr + at).to(tl.int64)
+        mask_ptr = masks_ptr + at * words
+    return at, row, mask_ptr
+
+
+@triton.jit
 def _summarise(  # type: ignore[no-untyped-def]
     logits_ptr,
     settings_ptr,
     slots_ptr,
+    rows_ptr,
+    masks_ptr,
     best_ptr,
     mass_ptr,
     vocab,
     stride,
+    words,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The largest logit of a chunk, and the sum of weights relative to it: NaN if the chunk holds a NaN or +inf."""
     start_next(PDL)
     wait(PDL)
     chunk = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    at, row, mask_ptr = _row(rows_ptr, masks_ptr, words, MASKED, 1)
+    slot = tl.load(slots_ptr + at).to(tl.int64)
     if slot < 0:
         return
     temperature = tl.load((settings_ptr + slot * 8).to(tl.pointer_type(tl.float32)))
     temperature = tl.where(temperature > 0, temperature, 1.0)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    x = _load(logits_ptr + row * stride, mask_ptr, token, token < vocab, MASKED)
     best = tl.max(x, axis=0)
     base = tl.where(best == float("-inf"), 0.0, best)
-    tl.store(best_ptr + row * CHUNKS + chunk, best)
-    tl.store(mass_ptr + row * CHUNKS + chunk, tl.sum(_weigh(x, base, temperature), axis=0).to(tl.float64))
+    tl.store(best_ptr + at * CHUNKS + chunk, best)
+    tl.store(mass_ptr + at * CHUNKS + chunk, tl.sum(_weigh(x, base, temperature), axis=0).to(tl.float64))
 
 
 @triton.jit
@@ -105,7 +133,17 @@ def _list_chunks(top, low, list_ptr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.conste
 
 @triton.jit
 def _group(  # type: ignore[no-untyped-def]
-    first, listed, row_ptr, list_ptr, best, temperature, vocab, CHUNK: tl.constexpr, GROUP: tl.constexpr
+    first,
+    listed,
+    row_ptr,
+    mask_ptr,
+    list_ptr,
+    best,
+    temperature,
+    vocab,
+    CHUNK: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """(weights [GROUP, CHUNK] of the listed chunks from ``first`` on, the chunks [GROUP], which of them are there)."""
     at = first + tl.arange(0, GROUP)
@@ -113,7 +151,7 @@ def _group(  # type: ignore[no-untyped-def]
     chunk = tl.load(list_ptr + at, mask=there, other=0)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     inside = there[:, None] & (token < vocab)
-    x = tl.load(row_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
+    x = _load(row_ptr, mask_ptr, token, inside, MASKED)
     return _weigh(x, best, temperature), chunk, there
 
 
@@ -122,6 +160,7 @@ def _collect(  # type: ignore[no-untyped-def]
     low,
     listed,
     row_ptr,
+    mask_ptr,
     list_ptr,
     few_ptr,
     best,
@@ -130,13 +169,16 @@ def _collect(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Write the weights of at least ``low`` (bits) to ``few_ptr``, the first FEW of them; returns how many they are."""
     count = 0
     tl.debug_barrier()
     first = 0
     while first < listed:
-        weights, _, _ = _group(first, listed, row_ptr, list_ptr, best, temperature, vocab, CHUNK, GROUP)
+        weights, _, _ = _group(
+            first, listed, row_ptr, mask_ptr, list_ptr, best, temperature, vocab, CHUNK, GROUP, MASKED
+        )
         flat = tl.ravel(weights, can_reorder=True)
         kept = (flat.to(tl.int32, bitcast=True) >= low).to(tl.int32)
         place = count + tl.cumsum(kept, axis=0) - 1
@@ -163,6 +205,7 @@ def _largest_reaching(  # type: ignore[no-untyped-def]
     stored,
     listed,
     row_ptr,
+    mask_ptr,
     list_ptr,
     few_ptr,
     best,
@@ -172,6 +215,7 @@ def _largest_reaching(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """The largest weight t such that those of at least t are ``goal`` in number, or in mass: (its bits, how many, ...).
 
@@ -188,7 +232,9 @@ def _largest_reaching(  # type: ignore[no-untyped-def]
         belows = tl.zeros((GROUP, CHUNK), tl.int32)
         first = 0
         while first < listed:
-            weights, _, _ = _group(first, listed, row_ptr, list_ptr, best, temperature, vocab, CHUNK, GROUP)
+            weights, _, _ = _group(
+                first, listed, row_ptr, mask_ptr, list_ptr, best, temperature, vocab, CHUNK, GROUP, MASKED
+            )
             bits = weights.to(tl.int32, bitcast=True)
             kept = bits >= middle
             masses += tl.where(kept, weights, 0.0)
@@ -201,7 +247,9 @@ def _largest_reaching(  # type: ignore[no-untyped-def]
         low, high = _halved(low, high, middle, reached, tl.min(aboves), tl.max(belows))
         count = tl.where(reached, found, count)
     if many & (count <= FEW):
-        stored = _collect(low, listed, row_ptr, list_ptr, few_ptr, best, temperature, vocab, CHUNK, GROUP, FEW)
+        stored = _collect(
+            low, listed, row_ptr, mask_ptr, list_ptr, few_ptr, best, temperature, vocab, CHUNK, GROUP, FEW, MASKED
+        )
     if (count <= FEW) & (high - low > 1):
         at = tl.arange(0, FEW)
         weights = tl.load(few_ptr + at, mask=at < stored, other=0.0)
@@ -224,6 +272,8 @@ def _filter(  # type: ignore[no-untyped-def]
     logits_ptr,
     settings_ptr,
     slots_ptr,
+    rows_ptr,
+    masks_ptr,
     best_ptr,
     mass_ptr,
     threshold_ptr,
@@ -231,18 +281,20 @@ def _filter(  # type: ignore[no-untyped-def]
     few_ptr,
     vocab,
     stride,
+    words,
     CHUNKS: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The smallest weight that a row's filters keep, and the mass of each chunk that they keep."""
     start_next(PDL)
     wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    at, row, mask_ptr = _row(rows_ptr, masks_ptr, words, MASKED, 0)
+    slot = tl.load(slots_ptr + at).to(tl.int64)
     if slot < 0:
         return
     settings_ptr += slot * 8
@@ -253,11 +305,11 @@ def _filter(  # type: ignore[no-untyped-def]
     by_rank = (top_k > 0) & (top_k < vocab)
     filtered = (temperature > 0) & (by_rank | (top_p < 1.0) | (min_p > 0.0))
     if not filtered:
-        tl.store(threshold_ptr + row, 0.0)
+        tl.store(threshold_ptr + at, 0.0)
         return
 
-    best_ptr += row * CHUNKS
-    mass_ptr += row * CHUNKS
+    best_ptr += at * CHUNKS
+    mass_ptr += at * CHUNKS
     chunk = tl.arange(0, CHUNKS_PAD)
     bests = tl.load(best_ptr + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     masses = tl.load(mass_ptr + chunk, mask=chunk < CHUNKS, other=0.0)
@@ -266,12 +318,12 @@ def _filter(  # type: ignore[no-untyped-def]
     total = tl.sum(masses * top.to(tl.float64), axis=0)
     hopeless = (total > 0.0) == 0  # NaN, or nothing: the next kernel sees that for itself
     if hopeless:
-        tl.store(threshold_ptr + row, 0.0)
+        tl.store(threshold_ptr + at, 0.0)
         return
 
     row_ptr = logits_ptr + row * stride
-    list_ptr += row * CHUNKS_PAD
-    few_ptr += row * FEW
+    list_ptr += at * CHUNKS_PAD
+    few_ptr += at * FEW
     known = (min_p <= 0.0) & (not by_rank)  # top-p alone, of the total that is known
     # What weighs less than the mean of what top-p may drop cannot be what crosses p. The last factor is for rounding.
     bound = tl.where(known, (1.0 - top_p) * total / vocab * 0.999, min_p.to(tl.float64)).to(tl.float32)
@@ -280,12 +332,14 @@ def _filter(  # type: ignore[no-untyped-def]
         bound = tl.maximum(bound, tl.max(tl.where(reach >= top_k, top, 0.0), axis=0))
     listed = _list_chunks(top, bound, list_ptr, CHUNKS, CHUNKS_PAD)
     low = bound.to(tl.int32, bitcast=True)
-    count = _collect(low, listed, row_ptr, list_ptr, few_ptr, best, temperature, vocab, CHUNK, GROUP, FEW)
+    count = _collect(
+        low, listed, row_ptr, mask_ptr, list_ptr, few_ptr, best, temperature, vocab, CHUNK, GROUP, FEW, MASKED
+    )
     stored = count
     if by_rank:
         low, count, stored = _largest_reaching(
-            top_k, low, count, stored, listed, row_ptr, list_ptr, few_ptr, best, temperature, vocab,
-            False, CHUNK, GROUP, FEW,
+            top_k, low, count, stored, listed, row_ptr, mask_ptr, list_ptr, few_ptr, best, temperature,
+            vocab, False, CHUNK, GROUP, FEW, MASKED,
         )  # fmt: skip
         listed = _list_chunks(top, low.to(tl.float32, bitcast=True), list_ptr, CHUNKS, CHUNKS_PAD)
     if top_p < 1.0:
@@ -293,24 +347,28 @@ def _filter(  # type: ignore[no-untyped-def]
             sums = tl.zeros((GROUP, CHUNK), tl.float32)
             first = 0
             while first < listed:
-                weights, _, _ = _group(first, listed, row_ptr, list_ptr, best, temperature, vocab, CHUNK, GROUP)
+                weights, _, _ = _group(
+                    first, listed, row_ptr, mask_ptr, list_ptr, best, temperature, vocab, CHUNK, GROUP, MASKED
+                )
                 sums += tl.where(weights.to(tl.int32, bitcast=True) >= low, weights, 0.0)
                 first += GROUP
             total = tl.sum(sums.to(tl.float64))
         low, count, stored = _largest_reaching(
-            top_p * total, low, count, stored, listed, row_ptr, list_ptr, few_ptr, best, temperature, vocab,
-            True, CHUNK, GROUP, FEW,
+            top_p * total, low, count, stored, listed, row_ptr, mask_ptr, list_ptr, few_ptr, best,
+            temperature, vocab, True, CHUNK, GROUP, FEW, MASKED,
         )  # fmt: skip
         listed = _list_chunks(top, low.to(tl.float32, bitcast=True), list_ptr, CHUNKS, CHUNKS_PAD)
 
-    tl.store(threshold_ptr + row, low.to(tl.float32, bitcast=True))
+    tl.store(threshold_ptr + at, low.to(tl.float32, bitcast=True))
     # Masses are relative to the best of the chunk: from here on that is the row's.
     tl.store(best_ptr + chunk, tl.where(bests == float("-inf"), bests, best), mask=chunk < CHUNKS)
     tl.store(mass_ptr + chunk, tl.zeros((CHUNKS_PAD,), tl.float64), mask=chunk < CHUNKS)
     tl.debug_barrier()
     first = 0
     while first < listed:
-        weights, chunks, there = _group(first, listed, row_ptr, list_ptr, best, temperature, vocab, CHUNK, GROUP)
+        weights, chunks, there = _group(
+            first, listed, row_ptr, mask_ptr, list_ptr, best, temperature, vocab, CHUNK, GROUP, MASKED
+        )
         kept = tl.where(weights.to(tl.int32, bitcast=True) >= low, weights, 0.0)
         tl.store(mass_ptr + chunks, tl.sum(kept, axis=1).to(tl.float64), mask=there)
         first += GROUP
@@ -343,6 +401,8 @@ def _draw(  # type: ignore[no-untyped-def]
     settings_ptr,
     slots_ptr,
     positions_ptr,
+    rows_ptr,
+    masks_ptr,
     best_ptr,
     mass_ptr,
     threshold_ptr,
@@ -350,27 +410,29 @@ def _draw(  # type: ignore[no-untyped-def]
     last_token_ptr,
     vocab,
     stride,
+    words,
     FALLBACK: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
     wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    at, row, mask_ptr = _row(rows_ptr, masks_ptr, words, MASKED, 0)
+    slot = tl.load(slots_ptr + at).to(tl.int64)
     if slot < 0:
         tl.store(tokens_ptr + row, FALLBACK)
         return
     settings_ptr += slot * 8
     temperature = tl.load(settings_ptr.to(tl.pointer_type(tl.float32)))
     seed = tl.load((settings_ptr + 6).to(tl.pointer_type(tl.uint64)))
-    position = tl.load(positions_ptr + row).to(tl.uint64)
-    threshold = tl.load(threshold_ptr + row)
+    position = tl.load(positions_ptr + at).to(tl.uint64)
+    threshold = tl.load(threshold_ptr + at)
     chunk = tl.arange(0, CHUNKS_PAD)
-    bests = tl.load(best_ptr + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
-    masses = tl.load(mass_ptr + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+    bests = tl.load(best_ptr + at * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    masses = tl.load(mass_ptr + at * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
     best = tl.max(bests, axis=0)
     greedy = temperature <= 0
     temperature = tl.where(greedy, 1.0, temperature)
@@ -379,18 +441,20 @@ def _draw(  # type: ignore[no-untyped-def]
 
     token = FALLBACK
     if total > 0:  # neither NaN nor nothing
-        at = tl.arange(0, CHUNK)
+        inner = tl.arange(0, CHUNK)
         row_ptr = logits_ptr + row * stride
         if greedy:
             where = tl.min(tl.where(bests == best, chunk, CHUNKS_PAD), axis=0)
-            x = tl.load(row_ptr + where * CHUNK + at, mask=where * CHUNK + at < vocab, other=float("-inf"))
-            token = where * CHUNK + tl.min(tl.where(x.to(tl.float32) == best, at, CHUNK), axis=0)
+            ids = where * CHUNK + inner
+            x = _load(row_ptr, mask_ptr, ids, ids < vocab, MASKED)
+            token = tl.min(tl.where(x == best, ids, CHUNKS * CHUNK), axis=0)
         else:
             u = (_split_mix(_split_mix(seed, 0), position) >> 11).to(tl.float64) * (2.0**-53)
             where = _first_above(tl.cumsum(masses, axis=0), masses, u * total, CHUNKS_PAD)
             before = tl.sum(tl.where(chunk < where, masses, 0.0), axis=0)
-            x = tl.load(row_ptr + where * CHUNK + at, mask=where * CHUNK + at < vocab, other=float("-inf"))
-            weights = _weigh(x.to(tl.float32), best, temperature)
+            ids = where * CHUNK + inner
+            x = _load(row_ptr, mask_ptr, ids, ids < vocab, MASKED)
+            weights = _weigh(x, best, temperature)
             weights = tl.where(weights >= threshold, weights, 0.0)
             inside = _first_above(tl.cumsum(weights.to(tl.float64), axis=0), weights, u * total - before, CHUNK)
             token = tl.where(inside < CHUNK, where * CHUNK + inside, FALLBACK)
@@ -407,6 +471,8 @@ def sample(
     last_token: Tensor,
     *,
     fallback: int,
+    rows: Tensor | None = None,
+    masks: Tensor | None = None,
 ) -> None:
     """Sample row i of ``logits`` [n, vocab] (float32, bfloat16 or float16) for the sequence in ``slots[i]``.
 
@@ -414,26 +480,47 @@ def sample(
     of the token that is sampled. Writes ``tokens`` int32 [n], and ``last_token`` [slots] (int32 or int64) at
     ``slots[i]``. A negative slot is a padded row: its token is ``fallback``, and ``last_token`` stays. ``fallback`` is
     also the token of a row that cannot be sampled: one with a NaN or +inf, or all -inf.
+
+    With ``masks`` int32 [m, words], of the form that ``nanoengine.structured.masks`` describes, only m rows are
+    sampled: ``slots`` and ``positions`` are theirs, and ``rows`` int32 [m] says where in ``logits`` and ``tokens`` they
+    are.
     """
-    rows, vocab = logits.shape
-    if not rows:
+    count, vocab = len(slots), logits.shape[1]
+    if not count:
         return
     assert logits.stride(1) == 1
     chunks = triton.cdiv(vocab, _CHUNK)
     pad = triton.next_power_of_2(chunks)
     device, stride = logits.device, logits.stride(0)
-    best = torch.empty(rows, chunks, dtype=torch.float32, device=device)
-    mass = torch.empty(rows, chunks, dtype=torch.float64, device=device)
-    threshold = torch.empty(rows, dtype=torch.float32, device=device)
-    listed = torch.empty(rows, pad, dtype=torch.int32, device=device)
-    few = torch.empty(rows, _FEW, dtype=torch.float32, device=device)
-    _summarise[(chunks, rows)](
-        logits, settings, slots, best, mass, vocab, stride, CHUNKS=chunks, CHUNK=_CHUNK, num_warps=4, **options(device)
-    )
-    _filter[(rows,)](
+    best = torch.empty(count, chunks, dtype=torch.float32, device=device)
+    mass = torch.empty(count, chunks, dtype=torch.float64, device=device)
+    threshold = torch.empty(count, dtype=torch.float32, device=device)
+    listed = torch.empty(count, pad, dtype=torch.int32, device=device)
+    few = torch.empty(count, _FEW, dtype=torch.float32, device=device)
+    masked, words = masks is not None, 0 if masks is None else masks.shape[1]
+    _summarise[(chunks, count)](
         logits,
         settings,
         slots,
+        rows,
+        masks,
+        best,
+        mass,
+        vocab,
+        stride,
+        words,
+        CHUNKS=chunks,
+        CHUNK=_CHUNK,
+        MASKED=masked,
+        num_warps=4,
+        **options(device),
+    )
+    _filter[(count,)](
+        logits,
+        settings,
+        slots,
+        rows,
+        masks,
         best,
         mass,
         threshold,
@@ -441,19 +528,23 @@ def sample(
         few,
         vocab,
         stride,
+        words,
         CHUNKS=chunks,
         CHUNKS_PAD=pad,
         CHUNK=_CHUNK,
         GROUP=_GROUP,
         FEW=_FEW,
+        MASKED=masked,
         num_warps=16,
         **options(device),
     )
-    _draw[(rows,)](
+    _draw[(count,)](
         logits,
         settings,
         slots,
         positions,
+        rows,
+        masks,
         best,
         mass,
         threshold,
@@ -461,10 +552,12 @@ def sample(
         last_token,
         vocab,
         stride,
+        words,
         FALLBACK=fallback,
         CHUNKS=chunks,
         CHUNKS_PAD=pad,
         CHUNK=_CHUNK,
+        MASKED=masked,
         num_warps=4,
         **options(device),
     )

@@ -70,6 +70,8 @@ class ModelRunner:
         plans = [] if planner is None else [math.prod(shape) for shape in planner.shapes(limits.rows, planner.shares)]
         self._pads = (*(limits.rows,) * 4, *plans)
         self._staging = Staging(_staging_words(limits, self._pads), depth + 1, device)
+        mask_words = words([*(limits.rows,) * 3, limits.rows * -(-sampler.vocab_size // 32)])
+        self._mask_staging = Staging(mask_words, depth + 1, device) if sampler.fused is not None else None
         kv_heads = cache.keys[0].shape[2]
         self._done = torch.zeros(limits.rows, kv_heads, dtype=torch.int32, device=device)  # see DecodeWork
         self._num_logprobs = np.full(limits.rows, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
@@ -159,7 +161,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def constrain(self, sampling: _Sampling, at: IndexArray, masks: IntArray) -> None:
-        self._sample_specially(sampling, at, masks)
+        """Sample these rows of a step's logits again, now that their masks are known."""
+        special = self._sampler.special(sampling.slots[at], sampling.positions[at])
+        plain = at[~special]
+        if len(plain):
+            assert self._sampler.fused is not None
+            assert self._mask_staging is not None
+            arrays = (plain.astype(np.int32), sampling.slots[plain], sampling.positions[plain], masks[~special])
+            rows, slots, positions, few = self._mask_staging.send(arrays)
+            self._sampler.fused(sampling.logits, slots, positions, self._tokens, self._last_token, rows, few)
+        self._sample_specially(sampling, at[special], masks[special])
 
     def tokens(self, count: int) -> Tensor:
         return self._tokens[:count]

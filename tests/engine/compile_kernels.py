@@ -101,7 +101,10 @@ def sampling(dtype: torch.dtype) -> None:
     from nanoengine.kernels.sample import sample
 
     rows, slots = torch.arange(4, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
-    sample(torch.zeros(4, 3000, dtype=dtype), torch.zeros(9, 8, dtype=torch.int32), rows, rows, rows, slots, fallback=0)
+    logits, settings = torch.zeros(4, 3000, dtype=dtype), torch.zeros(9, 8, dtype=torch.int32)
+    sample(logits, settings, rows, rows, rows, slots, fallback=0)
+    masks = torch.zeros(4, 94, dtype=torch.int32)
+    sample(logits, settings, rows, rows, rows, slots, fallback=0, rows=rows, masks=masks)
 
 
 def main() -> None:

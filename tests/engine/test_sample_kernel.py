@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from nanoengine.sampling.params import SamplingParams  # noqa: E402
 from nanoengine.sampling.random import uniform  # noqa: E402
 from nanoengine.sampling.sampler import Sampler  # noqa: E402
 from nanoengine.scheduling.step import Admission  # noqa: E402
+from nanoengine.structured.masks import allowed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,30 +56,54 @@ MIXED: list[dict[str, Any]] = [
 ]
 
 
-def run(logits: Tensor, rows: list[dict[str, Any]], positions: list[int]) -> list[int]:
-    """Row i for slot 2 i, seeded with SEED + i."""
+def run(
+    logits: Tensor,
+    rows: list[dict[str, Any]],
+    positions: list[int],
+    at: npt.NDArray[np.int32] | None = None,
+    masks: npt.NDArray[np.int32] | None = None,
+) -> list[int]:
+    """Row i for slot 2 i, seeded with SEED + i; with ``masks`` that is row ``at[i]`` of the logits."""
     n = len(rows)
     whole = [SamplingParams(**{"temperature": 1.0, **row}) for row in rows]
     columns = [[getattr(p, name) for p in whole] for name in ("temperature", "top_k", "top_p", "min_p")]
     table = np.full((2 * n, 8), -1, np.int32)
     table[::2] = pack_settings(*columns, seed=np.arange(n, dtype=np.uint64) + np.uint64(SEED))
-    tokens = torch.full((n,), -5, dtype=torch.int32, device=DEVICE)
+    tokens = torch.full((len(logits),), -5, dtype=torch.int32, device=DEVICE)
     last = torch.full((2 * n,), -7, dtype=torch.int64, device=DEVICE)
     slots = torch.arange(0, 2 * n, 2, dtype=torch.int32, device=DEVICE)
-    at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
-    sample(logits.to(DEVICE), torch.from_numpy(table).to(DEVICE), slots, at, tokens, last, fallback=FALLBACK)
+    sample(
+        logits.to(DEVICE),
+        torch.from_numpy(table).to(DEVICE),
+        slots,
+        torch.tensor(positions, dtype=torch.int32, device=DEVICE),
+        tokens,
+        last,
+        fallback=FALLBACK,
+        rows=None if at is None else torch.from_numpy(at).to(DEVICE),
+        masks=None if masks is None else torch.from_numpy(masks).to(DEVICE),
+    )
+    if at is not None:
+        mine = torch.from_numpy(at).to(DEVICE).long()
+        assert (tokens == -5).sum() == len(tokens) - n
+        tokens = tokens[mine]
     assert last[::2].tolist() == tokens.tolist()
     assert set(last[1::2].tolist()) == {-7}
     return tokens.tolist()
 
 
-def expected(logits: Tensor, rows: list[dict[str, Any]], positions: list[int]) -> list[int]:
+def expected(
+    logits: Tensor,
+    rows: list[dict[str, Any]],
+    positions: list[int],
+    masks: npt.NDArray[np.int32] | None = None,
+) -> list[int]:
     sampler = Sampler(len(rows), logits.shape[1], (FALLBACK,), torch.device("cpu"), seed=0)
     for i, row in enumerate(rows):
         params = SamplingParams(**{"temperature": 1.0, "seed": SEED + i, **row})
         sampler.admit(Admission(i, i, params, np.array([1], np.int32), np.array([], np.int32)))
     slots = np.arange(len(rows), dtype=np.int32)
-    return sampler(logits.float().cpu(), slots, np.array(positions, np.int32)).tokens.tolist()
+    return sampler(logits.float().cpu(), slots, np.array(positions, np.int32), masks).tokens.tolist()
 
 
 def near_a_boundary(logits: Tensor, row: dict[str, Any], seed: int, position: int, token: int) -> bool:
@@ -219,3 +245,31 @@ def test_packing_keeps_the_smallest_temperature_above_greedy() -> None:
     assert temperature[1] > 0
     assert temperature[2] == 0.5
     assert packed[2].tobytes()[-8:] == b"\xff" * 8
+
+
+@pytest.mark.parametrize("vocab", [70, 1000] if DEVICE == "cpu" else [70, 2049, 151_936])
+def test_masked_rows_are_the_samplers(vocab: int) -> None:
+    """Some rows of a batch, in any order, each with a mask; the others are left alone."""
+    torch.manual_seed(vocab)
+    rng = np.random.default_rng(vocab)
+    rows = MIXED if DEVICE == "cpu" else 10 * MIXED
+    n = len(rows)
+    logits = torch.randn(2 * n, vocab)
+    at = rng.permutation(2 * n)[:n].astype(np.int32)
+    masks = rng.integers(-(2**31), 2**31, (n, -(-vocab // 32)), dtype=np.int32)
+    masks[0] = 0  # nothing is allowed
+    masks[1] = masks[2] = 0
+    masks[1, -1] = 1  # one token is
+    masks[2, 0] = -(2**31)  # the one of a word's last bit
+    logits[at[3], 5] = torch.nan
+    masks[3, 0] &= ~(1 << 5)  # a row with a NaN is lost, also where the NaN is forbidden
+    positions = list(range(n))
+    found = run(logits, rows, positions, at, masks)
+    wanted = expected(logits[torch.from_numpy(at).long()], rows, positions, masks)
+    assert found[0] == found[3] == FALLBACK
+    assert found[1:3] == [32 * (masks.shape[1] - 1), 31]
+    bits = allowed(masks, vocab)
+    for i, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        masked = torch.where(torch.from_numpy(bits[i]), logits[at[i]], -torch.inf)
+        assert mine == theirs or near_a_boundary(masked, rows[i], SEED + i, positions[i], mine), (rows[i], i)
+    assert sum(a != b for a, b in zip(found, wanted, strict=True)) <= n // 20
