@@ -117,7 +117,7 @@ def _check_router(data: dict[str, Any]) -> None:
     if not issubclass(router, RequestRouter):
         raise ValueError(f"{config.request_router_class} is no RequestRouter")
     if issubclass(router, EngineRouter):
-        router.policy_of(**config.request_router_kwargs)
+        router.settings(**config.request_router_kwargs)
 
 
 def _explained(error: ValidationError) -> list[str]:

@@ -37,6 +37,7 @@ logger = logging.getLogger("ray.serve")
 WATCH_PERIOD_S = 1.0
 REPORT_PERIOD_S = 0.1  # between two reports to routers, if no call arrives
 REPORT_GAP_S = 0.01  # at least, also if calls do
+KV_SCARCE = 0.9  # fraction of KV blocks in use, from which on one waits for blocks rather than for a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +224,17 @@ class EngineReplica:
             slowdown=load.step_decode / full_step if measured else 0.0,
             harm_s=load.step_decode * self._output_tokens,
             fullness=load.blocks_filled / load.blocks_total if load.blocks_total else 0.0,
+            place_s=self._place_s(load),
             prefixes=self._held.seq,
         )
+
+    def _place_s(self, load: Load) -> float:
+        """Seconds till a sequence that comes now has a place in the batch: those before it get theirs one by one, as
+        running ones end (Little's law)."""
+        # Where blocks are what sequences wait for, there are no more places than run.
+        places = load.running if load.waiting and load.kv_usage > KV_SCARCE else self._info.max_num_seqs
+        stay = self._output_tokens * (load.step_base + load.step_decode * places)
+        return max(0, self._open.total() + 1 - places) * stay / max(1, places)
 
     async def _tell_routers(self) -> None:
         """Report to every ingress, often and as soon as a call arrives: that is how one router hears of another's."""

@@ -154,7 +154,8 @@ class EngineClient:
             case Refusal(kind="overloaded"):
                 return overloaded(reply.message, reply.retry_after)
             case BackPressureError():
-                return overloaded("too many requests are queued; try again later", self._config.retry_after_s)
+                wait_s = reply.retry_after_s or self._config.retry_after_s
+                return overloaded("too many requests are waiting; try again later", wait_s)
             case DeploymentUnavailableError():
                 return unavailable("no engine could be started; see `serve status`", self._config.retry_after_s)
             case Refusal(kind="dead") | RayActorError() | ReplicaUnavailableError() | TaskCancelledError() | None:

@@ -54,6 +54,7 @@ class Choice:
     replica: str
     slot: int
     cached_tokens: int
+    wait_s: float  # before anything is done for it, at the replica where that is least
 
 
 @dataclass(slots=True)
@@ -211,7 +212,7 @@ class RoutingCore:
         except Exception:
             logger.exception("the routing policy failed; taking the less loaded of two replicas")
             slot = int(slots[self._fallback.choose(candidates)])
-        return Choice(self._names[slot], slot, int(question.cached[slot]))
+        return Choice(self._names[slot], slot, int(question.cached[slot]), float(candidates.wait.min()))
 
     def _candidates(self, question: Question, slots: npt.NDArray[np.intp]) -> Candidates:
         fleet, now = self.fleet, self._clock()
@@ -222,17 +223,18 @@ class RoutingCore:
         if silent.any() and not silent.all():  # no news are no invitation
             backlog[silent] = np.maximum(backlog[silent], backlog[~silent].mean())
             active[silent] = np.maximum(active[silent], active[~silent].mean())
+        token_s = (1.0 + fleet.slowdown[at] * active) / fleet.rate[at]
         return Candidates(
             names=self._names,
             slots=slots,
             prompt_tokens=len(question.request.prompt),
             cached=question.cached[at],
             backlog=backlog,
+            wait=fleet.wait(backlog, token_s, at, now),
             active=active,
             kv_usage=fleet.kv_usage[at],
             fullness=fleet.fullness[at],
-            rate=fleet.rate[at],
-            slowdown=fleet.slowdown[at],
+            token_s=token_s,
             harm=fleet.harm[at],
             session=question.request.session,
         )

@@ -25,7 +25,7 @@ RATE = 8000.0  # prompt tokens per second, as long as no replica has told its ow
 
 
 class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a replica says of its load. Zero, of the last four figures, is "not known"."""
+    """What a replica says of its load. Zero, of what is measured, is "not known"."""
 
     number: int = 0  # counts this replica's reports to this router up; 0: it came through Serve, and late
     active: int = 0  # sequences waiting or running
@@ -37,6 +37,7 @@ class LoadReport(msgspec.Struct, frozen=True, omit_defaults=True):
     slowdown: float = 0.0  # of prefill, by each active sequence, as a fraction
     harm_s: float = 0.0  # seconds that one more sequence will cost each of the others, till it ends
     fullness: float = 0.0  # fraction of KV blocks that hold something: what comes now evicts something else
+    place_s: float = 0.0  # seconds till a sequence that comes now has a place in the batch
     prefixes: int = 0  # number of its last prefix events: a router that has fewer has missed some
 
 
@@ -74,7 +75,10 @@ class _Held:
 class Fleet:
     """Reports and reservations. A slot's figures mean something from ``join`` to ``leave``."""
 
-    _ARRAYS = ("others", "own", "work", "worked_at", "heard_at", "kv_usage", "rate", "slowdown", "harm", "fullness")
+    _ARRAYS = (
+        *("others", "own", "work", "worked_at", "heard_at", "kv_usage", "rate", "slowdown", "harm", "fullness"),
+        "place",
+    )
 
     def __init__(self) -> None:
         self.ingress = ""  # under which name reports count this router's own calls
@@ -89,6 +93,7 @@ class Fleet:
         self.slowdown: Floats = np.zeros(0)
         self.harm: Floats = np.zeros(0)
         self.fullness: Floats = np.zeros(0)
+        self.place: Floats = np.zeros(0)  # seconds till its batch has one, at ``heard_at``
         self._held: dict[int, _Held] = {}  # by slot
 
     def widen(self, slots: int) -> None:
@@ -130,6 +135,7 @@ class Fleet:
         self.work[slot] = report.backlog_tokens + sum(one.tokens for one in held if one.call > held.newest)
         self.worked_at[slot] = self.heard_at[slot] = now
         self.kv_usage[slot], self.fullness[slot] = report.kv_usage, report.fullness
+        self.place[slot] = report.place_s
         self.slowdown[slot], self.harm[slot] = report.slowdown, report.harm_s
         if report.prefill_rate > 0:
             self.rate[slot], held.measured = report.prefill_rate, True
@@ -163,6 +169,11 @@ class Fleet:
     def backlog(self, slots: npt.NDArray[np.intp] | slice, now: float) -> Floats:
         """Prompt tokens ahead of a new request at each of ``slots``."""
         return np.maximum(0.0, self.work[slots] - self.rate[slots] * (now - self.worked_at[slots]))
+
+    def wait(self, backlog: Floats, token_s: Floats, slots: npt.NDArray[np.intp] | slice, now: float) -> Floats:
+        """Seconds until each of ``slots`` begins with a new request: it has a backlog of so many prompt tokens to
+        compute, and its running sequences to decode until they leave their places."""
+        return backlog * token_s + np.maximum(0.0, self.place[slots] - (now - self.heard_at[slots]))
 
     @property
     def reserved(self) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deployments.messages import GenerateCall
@@ -37,15 +38,24 @@ TEND_S = 0.1
 """How often the index is tended: expired, swept, looked through for gaps."""
 
 
+class Late(BackPressureError):
+    """Every replica would begin with a call later than it may wait. ``retry_after_s``: by how much."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(0, 0, 429, seconds)
+        self._message = f"Request dropped: no replica would begin with it in time, for {seconds:.1f} s to come."
+
+
 class EngineRouter(RequestRouter):
-    """By prefixes and load, by default. It cannot raise, and waits only where no replica is up or all are full.
+    """By prefixes and load, by default. It raises ``Late`` and nothing else, and waits only where no replica is up or
+    all are full.
 
     Serve calls it on the event loop of the handle's router; ``observe`` and ``wants`` are called on the ingress's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._core = RoutingCore(self.policy_of(), time.monotonic)
+        self.initialize_state()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._by_id: dict[str, RunningReplica] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -57,15 +67,21 @@ class EngineRouter(RequestRouter):
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Takes ``request_router_kwargs``, as ``policy_of`` does."""
-        self._core = RoutingCore(self.policy_of(**kwargs), time.monotonic)
+        """Takes ``request_router_kwargs``, as ``settings`` does."""
+        policy, self._max_wait_s = self.settings(**kwargs)
+        self._core = RoutingCore(policy, time.monotonic)
 
     @staticmethod
-    def policy_of(policy: str = "prefix", **options: Any) -> RoutingPolicy:
-        """The policy of this name and these options. Raises ``ValueError`` or ``TypeError`` where there is none."""
+    def settings(
+        policy: str = "prefix", max_wait_s: float | None = None, **options: Any
+    ) -> tuple[RoutingPolicy, float | None]:
+        """The policy of this name and these options, and how long a call may wait before its prompt is begun, in
+        seconds. Raises ``ValueError`` or ``TypeError`` where there is none such."""
         if policy not in POLICIES:
             raise ValueError(f"unknown routing policy {policy!r}: known are {', '.join(POLICIES)}")
-        return POLICIES[policy](**options)
+        if max_wait_s is not None and not max_wait_s > 0:
+            raise ValueError("max_wait_s must be above 0, or null")
+        return POLICIES[policy](**options), max_wait_s
 
     @property
     def live_replicas(self) -> int:
@@ -80,15 +96,14 @@ class EngineRouter(RequestRouter):
         if call is not None:
             self._core.fleet.ingress = call.ingress
         request = _request(call, pending_request)
-        attempt = 0
+        attempt, came = 0, time.monotonic()
         while True:
-            while not self._by_id:
-                self._replicas_updated_event.clear()
-                await self._replicas_updated_event.wait()
             # Choosing and reserving are one step, with no await between: of two calls the second sees the first.
             self._read_news()
             question = self._core.look_up(request)
             choice = self._choose(call, question)
+            if call is not None and not call.avoid:  # one that was taken once, and lost its replica, is not refused
+                self._refuse_late(time.monotonic() - came + (choice.wait_s if choice else 0.0))
             if choice is not None:
                 request_id = pending_request.metadata.internal_request_id
                 self._core.reserve(question, choice, request_id, call.number if call else 0)
@@ -100,6 +115,11 @@ class EngineRouter(RequestRouter):
             attempt += 1
             if attempt % 4 == 0:  # counts may be stale where other ingresses fill the same replicas
                 await self._probe_queue_lens(list(self._replicas.values()), 0)
+
+    def _refuse_late(self, wait_s: float) -> None:
+        """Raises ``Late`` for a call that will have waited for so many seconds."""
+        if self._max_wait_s is not None and wait_s > self._max_wait_s:
+            raise Late(wait_s - self._max_wait_s)
 
     def _choose(self, call: GenerateCall | None, question: Question) -> Choice | None:
         """The best of those with room; None where all are full."""

@@ -55,12 +55,13 @@ def simulate(name: str, workload: Workload, setting: Setting) -> Outcome:
 
 
 def merged(outcomes: list[Outcome]) -> Outcome:
-    """Several seeds' outcomes as one: all times, means of the rest."""
+    """Several seeds' outcomes as one: all times and refusals, means of the rest."""
     means = {
         field: float(np.mean([getattr(one, field) for one in outcomes]))
         for field in ("hit_rate", "ideal", "skew", "used", "wrong")
     }
-    return Outcome(ttft=np.concatenate([one.ttft for one in outcomes]), **means)
+    refused = sum(one.refused for one in outcomes)
+    return Outcome(ttft=np.concatenate([one.ttft for one in outcomes]), refused=refused, **means)
 
 
 def workloads(args: argparse.Namespace) -> dict[str, tuple[Make, Engine]]:
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--ingresses", type=int, default=1, help="of ours; others' rules know everything anyway")
     parser.add_argument("--lost", type=float, default=0.0, help="fraction of cache events that never arrive")
+    parser.add_argument("--max-wait", type=float, default=float("inf"), help="of ours: refuse what waits for longer")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--html", type=Path, default=None, help="where to write the page")
     args = parser.parse_args()
@@ -109,9 +111,11 @@ def main() -> None:
         for name in names:
             runs = []
             for seed in range(args.seeds):
-                setting = Setting(args.replicas, args.ingresses, engine, args.lost, seed=seed)
+                setting = Setting(args.replicas, args.ingresses, engine, args.lost, max_wait=args.max_wait, seed=seed)
                 runs.append(simulate(name, make(seed), setting))
-            rows.append((name, merged(runs)))
+            outcome = merged(runs)
+            label = f"{name}, {outcome.refused} refused" if outcome.refused else name
+            rows.append((label, outcome))
             print(report.line(report.cells(rows[-1])), flush=True)
         sections.append((title, rows))
     if args.html is not None:

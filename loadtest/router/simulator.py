@@ -32,6 +32,7 @@ class Setting:
     engine: Engine = field(default_factory=Engine)
     lost: float = 0.0  # fraction of prefix events that don't arrive
     exact: bool = False  # routers know everything at once: an oracle
+    max_wait: float = float("inf")  # seconds; a request that no replica would begin with sooner is refused
     seed: int = 0
 
 
@@ -39,12 +40,13 @@ class Setting:
 class Outcome:
     """What came of it. Times in seconds."""
 
-    ttft: np.ndarray  # of each request, float [n]
+    ttft: np.ndarray  # of each request that was served, float [n]
     hit_rate: float
     ideal: float  # of one endless cache that sees the requests in the same order
     skew: float  # coefficient of variation of the replicas' busy times
     used: float  # busy fraction of the fleet
     wrong: float  # prompt tokens that the router took to be cached and were not, or the reverse; of all
+    refused: int = 0  # requests
 
 
 class Simulator:
@@ -68,6 +70,7 @@ class Simulator:
         self._done: list[Request] = []
         self._wrong = 0
         self._open = 0
+        self._refused = 0
         self._reporting = [False] * setting.replicas
         self._reported_at = [float("-inf")] * setting.replicas
         self._rule = rule(self._rng) if rule else None
@@ -104,6 +107,7 @@ class Simulator:
             skew=float(busy.std() / busy.mean()),
             used=float(busy.sum() / len(busy) / self.now),
             wrong=self._wrong / tokens,
+            refused=self._refused,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -119,6 +123,10 @@ class Simulator:
             question = core.look_up(RouteRequest(request.prompt))
             choice = core.choose(question)
             assert choice is not None
+            if choice.wait_s > self._setting.max_wait:
+                self._refused += 1
+                self._open -= 1
+                return
             core.reserve(question, choice, str(number), number)
             request.replica, expected = int(choice.replica[1:]), choice.cached_tokens
         else:

@@ -90,6 +90,19 @@ def test_several_ingresses_are_as_good_as_one() -> None:
     assert eight.wrong < 0.02
 
 
+def test_more_than_the_fleet_can_do_is_refused_and_the_rest_is_in_time() -> None:
+    setting = Setting(engine=Engine(blocks=600), ingresses=2)
+    rate, total = 250.0, 1500
+    queued = run(groups(20, rate, total, 0), setting, policy=prefix)
+    bounded = run(groups(20, rate, total, 0), replace(setting, max_wait=2.0), policy=prefix)
+    assert np.percentile(queued.ttft, 99) > 8
+    assert bounded.ttft.max() < 2 + 2, "the bound, and its own prompt"
+    assert len(bounded.ttft) + bounded.refused == total
+    served = [len(one.ttft) / (total / rate + one.ttft.max()) for one in (bounded, queued)]
+    assert served[0] > 0.8 * served[1], "no replica idles for it"
+    assert run(groups(20, 60.0, 300, 0), replace(setting, max_wait=2.0), policy=prefix).refused == 0
+
+
 @pytest.mark.parametrize("lost", [0.01, 1.0])
 def test_events_that_are_lost_cost_time_and_nothing_else(lost: float) -> None:
     whole = run(agents(60, 10, 0), policy=prefix)

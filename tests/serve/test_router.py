@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, RequestRouter
 
 from deployments.messages import GenerateCall
@@ -152,6 +154,46 @@ async def test_full_replicas_are_waited_for_and_a_completion_wakes_at_once(route
         assert loop.time() - start < 0.2
     await asyncio.gather(*waiting)
     assert not router._waiting
+
+
+async def late(router: EngineRouter, request: PendingRequest) -> float:
+    with pytest.raises(BackPressureError) as raised:
+        await choose(router, request)
+    assert raised.value.status_code == 429
+    assert "in time" in str(raised.value)
+    assert raised.value.retry_after_s is not None
+    return raised.value.retry_after_s
+
+
+async def test_a_call_is_refused_when_every_replica_is_late(router: EngineRouter) -> None:
+    router.initialize_state(max_wait_s=2)
+    router.update_replicas([replica("a"), replica("b")])
+    busy = LoadReport(number=1, active=9, backlog_tokens=50_000, prefill_rate=10_000)
+    router.observe("a", busy, [])
+    assert await choose(router, pending(call(0, tokens=5000))) == "b", "one is not"
+    router.observe("b", LoadReport(number=1, active=9, place_s=2.5), [])
+    assert await late(router, pending(call(1))) == pytest.approx(0.5, abs=0.1)
+    assert await choose(router, pending(call(2, avoid=("a",)))) == "b", "it was taken once, and lost its replica"
+    assert await choose(router, pending()) in ("a", "b"), "not a request for tokens"
+    assert router._core.fleet.reserved == 3
+    router.observe("b", LoadReport(number=2, active=9), [])
+    assert await choose(router, pending(call(3))) == "b"
+    router.initialize_state()
+    router.update_replicas([replica("a", active=9, backlog_tokens=10**9)])
+    assert await choose(router, pending(call(4))) == "a", "no bound, no refusal"
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_no_call_is_held_longer_than_it_may_wait(router: EngineRouter, full: bool) -> None:
+    router.initialize_state(max_wait_s=0.3)
+    router.update_replicas([replica("a", limit=0)] if full else [])
+    if full:
+        router.on_new_queue_len_info(ReplicaID("a", DEPLOYMENT), 1)
+    start = time.monotonic()
+    assert await late(router, pending(call())) >= 0
+    assert 0.3 < time.monotonic() - start < 1
+    assert not router._waiting
+    assert router._core.fleet.reserved == 0
 
 
 async def test_cancelled_waiter_leaves_nothing(router: EngineRouter) -> None:

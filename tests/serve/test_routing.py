@@ -121,6 +121,22 @@ def test_fan_out_shares_one_request_id() -> None:
     assert (seen(f, 0)[0], seen(f, 1)[0]) == (0, 1)
 
 
+def waits(fleet: Fleet, now: float) -> list[float]:
+    every = np.arange(len(fleet.own))
+    return [round(float(wait), 6) for wait in fleet.wait(fleet.backlog(every, now), np.full(3, 1 / RATE), every, now)]
+
+
+def test_a_request_waits_for_others_prompts_and_for_a_place() -> None:
+    f = fleet()
+    f.report(0, report(1, backlog=RATE, prefill_rate=RATE, place_s=0.3), 10.0)
+    f.report(1, report(1, backlog=RATE, prefill_rate=RATE, place_s=3.0), 10.0)
+    assert waits(f, 10.0) == [1.3, 4.0, 0.0]
+    assert waits(f, 10.5) == [0.5, 3.0, 0.0], "both pass with time: no report is needed for it"
+    assert waits(f, 20.0) == [0.0, 0.0, 0.0]
+    f.reserve(0, "r", 0, int(2 * RATE), 20.0)
+    assert waits(f, 20.0) == [2.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("stats", [{"active": "many"}, {"active": None}, {"ingresses": 7}, None, 5])
 def test_strange_reports_are_none(stats: Any) -> None:
     assert read_report(stats) is None
@@ -154,8 +170,9 @@ def test_fleet_adds_up_whatever_happens(steps: list[tuple[int, int, bool, int]])
 
 def candidates(tokens: int = 1000, session: str = "", **arrays: Any) -> Candidates:
     count = max((len(values) for values in arrays.values()), default=3)
-    defaults: dict[str, Any] = {"rate": [RATE] * count}
-    fields = ("cached", "backlog", "active", "kv_usage", "fullness", "rate", "slowdown", "harm")
+    waits = [tokens / RATE for tokens in arrays.get("backlog", [0.0] * count)]
+    defaults: dict[str, Any] = {"token_s": [1 / RATE] * count, "wait": waits}
+    fields = ("cached", "backlog", "wait", "active", "kv_usage", "fullness", "token_s", "harm")
     values = {name: np.array(arrays.get(name, defaults.get(name, [0.0] * count)), float) for name in fields}
     names = [f"r{i}" for i in range(count)]
     return Candidates(names, np.arange(count), tokens, session=session, **values)
@@ -184,6 +201,11 @@ def test_prefix_goes_where_it_is_cached_until_waiting_there_costs_more() -> None
     assert set(shares(policy, candidates(cached=owned), 50)) == {0}
     assert set(shares(policy, candidates(cached=owned, backlog=[500.0, 0, 0]), 50)) == {0}
     assert 0 not in shares(policy, candidates(cached=owned, backlog=[2000.0, 0, 0]), 50)
+
+
+def test_prefix_counts_the_wait_for_a_place_in_the_batch() -> None:
+    c = candidates(cached=[900.0, 0, 0], wait=[1.0, 0, 0.5])
+    assert set(shares(Prefix(), c, 50)) == {1}
 
 
 def test_prefix_counts_what_is_evicted_only_where_the_cache_is_full() -> None:
@@ -301,7 +323,8 @@ def test_what_was_sent_is_expected_to_be_there_until_it_is_told_or_too_late() ->
     c = core()
     first = place(c, TOKENS[:1000])
     assert first.cached_tokens == 0
-    assert place(c, TOKENS[:1000], 1) == Choice(first.replica, first.slot, 960)
+    second = place(c, TOKENS[:1000], 1)
+    assert (second.replica, second.cached_tokens) == (first.replica, 960)
     c._clock.time += EXPECT_S + 1.0
     assert place(c, TOKENS[:1000], 2).cached_tokens == 0
     c.prefixes(first.replica, stored(TOKENS[:1000]))
@@ -433,6 +456,23 @@ def test_a_silent_replica_is_taken_to_be_as_busy_as_the_others() -> None:
     question = c.look_up(RouteRequest(TOKENS[:100]))
     counts = Counter(choice.replica for _ in range(60) if (choice := c.choose(question)))
     assert counts["c"] < 40, "no news is not an invitation"
+
+
+def test_a_choice_says_how_long_at_least_a_request_will_wait() -> None:
+    c = core()
+    question = c.look_up(RouteRequest(TOKENS[:100]))
+    for name, backlog in (("a", 3 * RATE), ("b", 5 * RATE), ("c", 4 * RATE)):
+        c.load(name, report(1, backlog=backlog, prefill_rate=RATE))
+    choice = c.choose(question)
+    assert choice is not None
+    assert choice.wait_s == pytest.approx(3.0)
+    without = c.choose(question, {"a"})
+    assert without is not None
+    assert without.wait_s == pytest.approx(4.0)
+    c.load("c", report(2))
+    free = c.choose(question)
+    assert free is not None
+    assert free.wait_s == 0.0, "an idle replica is never late, whatever its own prompt takes"
 
 
 def test_a_new_replica_gets_cold_work_and_known_prefixes_stay() -> None:

@@ -22,11 +22,11 @@ class Candidates:
     prompt_tokens: int
     cached: npt.NDArray[np.int64]  # prompt tokens that are in the replica's cache, or will be when it gets there
     backlog: Floats  # prompt tokens that it computes before a new request's own
+    wait: Floats  # seconds before it begins with those: that backlog's, and till its batch has a place
     active: Floats  # sequences that wait or run there
     kv_usage: Floats  # fraction of its KV blocks that sequences refer to
     fullness: Floats  # fraction that hold something, referred to or not
-    rate: Floats  # prompt tokens per second, > 0
-    slowdown: Floats  # of prefill, by each active sequence
+    token_s: Floats  # seconds that a prompt token takes there, > 0
     harm: Floats  # seconds that a new sequence costs each active one
     session: str = ""  # what the caller says belongs together
 

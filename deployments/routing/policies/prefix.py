@@ -16,14 +16,14 @@ SKEW_S = 2.0
 class Prefix(RoutingPolicy):
     """Of each replica
 
-        cost = (backlog + (1 + rho * fullness) * uncached) / rate * (1 + slowdown * active)
+        cost = wait + (1 + rho * fullness) * uncached * token_s
              + decode_weight * harm * active + kv_weight * max(0, kv_usage - 0.9)
 
-    backlog: prompt tokens that are computed before the request's own; uncached: its own that the cache there lacks.
-    With rho the policy counts what the new blocks evict: on a cache that is full they cost somebody else about as much
-    again. It rises with how busy the fleet is, up to ``busy_displacement``: near saturation nothing but work saved
-    makes room. What a sequence does to others' decoding is ``harm``, measured, in seconds of theirs; ``decode_weight``
-    is what such a second weighs against one before a first token.
+    wait: seconds until the request's own prompt is begun; uncached: its tokens that the cache there lacks. With rho the
+    policy counts what the new blocks evict: on a cache that is full they cost somebody else about as much again. It
+    rises with how busy the fleet is, up to ``busy_displacement``: near saturation nothing but work saved makes room.
+    What a sequence does to others' decoding is ``harm``, measured, in seconds of theirs; ``decode_weight`` is what such
+    a second weighs against one before a first token.
 
     There is no switch between affinity and balance. A prefix that everybody wants spreads as soon as waiting for its
     owner costs more than computing it again elsewhere, and a new replica, whose cache is not full, takes cold prompts.
@@ -62,13 +62,12 @@ class Prefix(RoutingPolicy):
         rho = self._displacement + max(0.0, self._busy - 0.8) / 0.2 * (self._busy_displacement - self._displacement)
         uncached = c.prompt_tokens - c.cached
         work = c.backlog + uncached
-        seconds = (work + rho * c.fullness * uncached) / c.rate * (1.0 + c.slowdown * c.active)
-        costs = seconds + self._decode_weight * c.harm * c.active
+        costs = c.wait + (1.0 + rho * c.fullness) * uncached * c.token_s + self._decode_weight * c.harm * c.active
         if c.kv_usage.max() > KV_LIMIT:
             costs += self._kv_weight * np.maximum(0.0, c.kv_usage - KV_LIMIT)
         bound = self._max_skew * work.sum() / len(c)
         if work.max() > bound:
-            over = (work > bound) & (work > work.min() + SKEW_S * c.rate)
+            over = (work > bound) & (work > work.min() + SKEW_S / c.token_s)
             costs[over] = np.inf  # never all of them: the least work is never over
         least = float(costs.min())
         return pick_one(costs <= least + max(TIE_S, 0.02 * least), self._rng)
