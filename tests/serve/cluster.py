@@ -92,10 +92,10 @@ class Cluster:
             return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
         return False
 
-    def replicas(self) -> int:
-        """Engine replicas that are running."""
+    def replicas(self, deployment: str = "EngineReplica") -> int:
+        """Replicas that are running."""
         deployments = serve.status().applications["llm"].deployments
-        return int(deployments["EngineReplica"].replica_states.get("RUNNING", 0))
+        return int(deployments[deployment].replica_states.get("RUNNING", 0))
 
     def load(self) -> Any:
         """One engine's last load report."""

@@ -1,0 +1,53 @@
+"""The production router, but that what engines tell it of their caches is lost or mixed up on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deployments.routing.load import LoadReport
+from deployments.routing.router import EngineRouter
+from nanoengine.cache.events import PrefixEvents
+
+GARBAGE = b"no whole hashes"
+
+
+class UnreliableRouter(EngineRouter):
+    """What happens is asked of a file, each time: a test changes it while the service runs. Its keys:
+
+    lost: fraction of prefix events that don't arrive;
+    gap: when it grows, each replica's next events don't;
+    swapped: events of one replica are taken for another's, with garbage after them.
+    """
+
+    def initialize_state(self, faults: str = "", **kwargs: Any) -> None:
+        super().initialize_state(**kwargs)
+        self._faults = Path(faults)
+        self._rng = random.Random(0)
+        self._gaps: dict[str, int] = {}
+        self._seen: list[str] = []
+
+    def observe(self, replica: str, load: LoadReport | None, prefixes: Sequence[PrefixEvents]) -> None:
+        faults = json.loads(self._faults.read_text())
+        if replica not in self._seen:
+            self._seen.append(replica)
+        prefixes = [events for events in prefixes if self._rng.random() >= faults.get("lost", 0)]
+        if prefixes and self._gaps.get(replica, 0) < faults.get("gap", 0):
+            self._gaps[replica] = faults["gap"]
+            prefixes = []
+        if prefixes and faults.get("swapped"):
+            other = self._seen[self._seen.index(replica) - 1]
+            garbage = PrefixEvents(prefixes[-1].seq + 5, False, GARBAGE, GARBAGE)
+            super().observe(other, None, [*prefixes, garbage])
+            prefixes = []
+        super().observe(replica, load, prefixes)
+
+
+def set_faults(file: Path, **faults: Any) -> None:
+    """From now on these happen, and no others."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(faults))
+    new.replace(file)
