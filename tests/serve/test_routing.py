@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.replica import EngineReplica
 from deployments.routing.accuracy import PATIENCE, Accuracy
 from deployments.routing.core import EXPECT_S, Choice, RouteRequest, RoutingCore
 from deployments.routing.load import SILENT_S, Fleet, LoadReport, ReplicaInfo, read_report
@@ -24,6 +27,7 @@ from deployments.routing.policies.round_robin import RoundRobin
 from deployments.routing.policies.session import Session
 from nanoengine.cache.events import PrefixEvents
 from nanoengine.cache.prefix_hash import prefix_hashes, prefix_root
+from nanoengine.outputs import Load
 
 TOKENS = np.random.default_rng(0).integers(0, 50_000, 6400).astype(np.int32)
 INFO = ReplicaInfo("model", 16, True)
@@ -135,6 +139,23 @@ def test_a_request_waits_for_others_prompts_and_for_a_place() -> None:
     assert waits(f, 20.0) == [0.0, 0.0, 0.0]
     f.reserve(0, "r", 0, int(2 * RATE), 20.0)
     assert waits(f, 20.0) == [2.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("open_", "load", "seconds"),
+    [
+        (9, Load(running=9), 0.0),
+        (10, Load(running=10), 0.3),  # the first of ten that stay for 100 steps of 20 + 10 ms
+        (30, Load(running=10, waiting=20), 21 * 0.3),
+        (6, Load(running=4, waiting=2, blocks_total=100, blocks_used=95), 3 * 100 * 0.024 / 4),  # no blocks for more
+        (6, Load(running=4, waiting=2, blocks_total=100, blocks_used=50), 0.0),
+    ],
+)
+def test_a_replica_knows_how_long_a_place_in_its_batch_takes(open_: int, load: Load, seconds: float) -> None:
+    counts = SimpleNamespace(total=lambda: open_)
+    engine = SimpleNamespace(_info=SimpleNamespace(max_num_seqs=10), _open=counts, _output_tokens=100.0)
+    measured = dataclasses.replace(load, step_base=0.02, step_decode=0.001)
+    assert EngineReplica._place_s(engine, measured) == pytest.approx(seconds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stats", [{"active": "many"}, {"active": None}, {"ingresses": 7}, None, 5])
