@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
-import json
 import random
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,9 +26,9 @@ from locust.contrib.fasthttp import ResponseContextManager
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
-from loadtest.records import Record, summarise, table, write
-from loadtest.sse import Event, lines
+from loadtest.records import Record, read_chat, summarise, table, write
 from loadtest.sse import events as sse_events
+from loadtest.sse import lines
 from loadtest.workload import Workload
 
 RECORDS: list[Record] = []
@@ -134,27 +132,9 @@ class ChatUser(FastHttpUser):
             return f"HTTP {response.status_code}: {response.text or response.error}"[:300]
         record.request_id = response.headers.get("x-request-id", "")
         try:
-            return _read(record, sse_events(lines(response._response)))  # past locust's helper, see sse.py
+            return read_chat(record, sse_events(lines(response._response)), [])  # past locust's helper, see sse.py
         except (OSError, ValueError) as error:  # a broken connection, or no JSON
             return f"{type(error).__name__}: {error}"
-
-
-def _read(record: Record, stream: Iterator[Event]) -> str:
-    for event in stream:
-        if event.data == "[DONE]":
-            return "" if record.token_times or record.finish_reason else "the answer holds no text"
-        body = json.loads(event.data)
-        if "error" in body:
-            return f"error event: {body['error'].get('message', body['error'])}"
-        for choice in body["choices"]:
-            if choice["delta"].get("content"):
-                record.token_times.append(event.at)
-            record.finish_reason = choice.get("finish_reason") or record.finish_reason
-        if usage := body.get("usage"):
-            record.prompt_tokens = usage["prompt_tokens"]
-            record.output_tokens = usage["completion_tokens"]
-            record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return "the stream ended before [DONE]"
 
 
 @events.init.add_listener

@@ -6,12 +6,15 @@ statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from loadtest.sse import Event
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
@@ -63,6 +66,29 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     def e2e(self) -> float:
         """Seconds from ``scheduled`` to the end of the answer."""
         return self.ended - self.scheduled
+
+
+def read_chat(record: Record, stream: Iterable[Event], pieces: list[str]) -> str:
+    """Fill a record from a streamed chat completion, and ``pieces`` with its text. Returns what went wrong, or nothing.
+
+    Raises ``ValueError`` where an event is no JSON.
+    """
+    for event in stream:
+        if event.data == "[DONE]":
+            return "" if record.token_times or record.finish_reason else "the answer holds no text"
+        body = json.loads(event.data)
+        if "error" in body:
+            return f"error event: {body['error'].get('message', body['error'])}"
+        for choice in body["choices"]:
+            if text := choice["delta"].get("content"):
+                record.token_times.append(event.at)
+                pieces.append(text)
+            record.finish_reason = choice.get("finish_reason") or record.finish_reason
+        if usage := body.get("usage"):
+            record.prompt_tokens = usage["prompt_tokens"]
+            record.output_tokens = usage["completion_tokens"]
+            record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return "the stream ended before [DONE]"
 
 
 class Distribution(msgspec.Struct, kw_only=True):

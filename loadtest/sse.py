@@ -10,8 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from geventhttpclient.response import HTTPSocketResponse
+if TYPE_CHECKING:  # locust's client: not every client of this module has it
+    from geventhttpclient.response import HTTPSocketResponse
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,10 +30,10 @@ class Workload:
 
     def request(self, rng: random.Random) -> dict[str, object]:
         """The JSON body of one streaming chat request."""
-        messages = [{"role": "user", "content": _text(rng, rng.choice(self.prompt_words))}]
+        messages = [{"role": "user", "content": text(rng, rng.choice(self.prompt_words))}]
         if self.shared_words:
             group = random.Random(rng.randrange(self.groups))
-            messages.insert(0, {"role": "system", "content": _text(group, self.shared_words)})
+            messages.insert(0, {"role": "system", "content": text(group, self.shared_words)})
         return {
             "model": self.model,
             "messages": messages,
@@ -44,5 +44,6 @@ class Workload:
         }
 
 
-def _text(rng: random.Random, words: int) -> str:
+def text(rng: random.Random, words: int) -> str:
+    """So many words, at random."""
     return " ".join(rng.choices(_WORDS, k=words))
