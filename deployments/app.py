@@ -30,7 +30,10 @@ class Ingress:
     def __init__(self, args: AppArgs, *engines: DeploymentHandle) -> None:
         """``engines``: of each model of ``args.served``."""
         # Asks no engine for anything: an ingress starts, and answers /health, whether or not an engine does.
-        self._clients = [EngineClient(engine, args.ingress) for engine in engines]
+        self._clients = [
+            EngineClient(engine, args.ingress, model.engine.identity)
+            for engine, model in zip(engines, args.served, strict=True)
+        ]
         models = [
             ServedModel(model, args.ingress, client, _text(model, args), RequestMetrics(model.model_names[0]))
             for model, client in zip(args.served, self._clients, strict=True)

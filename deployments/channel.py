@@ -21,7 +21,7 @@ import hmac
 import logging
 import secrets
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ HEADER = 4  # bytes of a frame's length, little-endian
 RETRY_S = 1.0
 MAX_HELLO = 1024  # bytes: who has not shown the secret yet must not make a replica hold what he sends
 MAX_EVENTS = 1 << 20  # bytes of prefix events that wait for one ingress
+LOOK_S = 0.05
+SILENCE_S = 5.0  # a replica tells its load ten times a second: after so long without a word its host is taken for gone
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}  # seconds, seconds, probes
 
 
@@ -236,18 +238,40 @@ class ChannelServer:
 class ChannelClient:
     """The channels of one ingress: keeps one open to every replica that there is."""
 
-    def __init__(self, ingress: str, deliver: Callable[[int, Chunk], None], observe: Observe) -> None:
-        """``deliver`` gets each chunk that arrives, with its call's number; ``observe`` what else a replica tells."""
+    def __init__(
+        self,
+        ingress: str,
+        deliver: Callable[[str, int, Chunk], None],
+        observe: Observe,
+        lost: Callable[[str], None] = lambda replica: None,
+    ) -> None:
+        """``deliver`` gets each chunk that arrives, with its replica and its call's number; ``observe`` what else a
+        replica tells; ``lost`` replicas whose channel has ended: nothing more will come of the calls made before."""
         self._ingress = ingress
         self._deliver = deliver
         self._observe = observe
+        self._lost = lost
+        self._silent: dict[str, int] = {}  # looks since something came through the channel to each
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
+    @property
+    def connected(self) -> Collection[str]:
+        """Replicas to which a channel is open."""
+        return self._writers.keys()
+
     def connect(self, addresses: Mapping[str, Address]) -> None:
-        """These replicas there are now, by unique id."""
-        for replica in [name for name in self._tasks if name not in addresses]:
+        """These replicas there are now, by unique id. Call it every ``LOOK_S``.
+
+        A replica that is not among them may still be busy with calls: its channel stays until the other end closes it.
+        One that has been silent for long is closed here: a host that is gone says no goodbye.
+        """
+        for replica in [name for name in self._tasks if name not in addresses and name not in self._writers]:
             self._tasks.pop(replica).cancel()
+        for replica, writer in self._writers.items():
+            self._silent[replica] += 1
+            if self._silent[replica] > SILENCE_S / LOOK_S:  # looks and not seconds: none were made while we stood still
+                writer.transport.abort()
         for replica, address in addresses.items():
             if replica not in self._tasks:
                 self._tasks[replica] = asyncio.create_task(self._keep(replica, address))
@@ -268,13 +292,16 @@ class ChannelClient:
         try:
             _keep_alive(writer)
             writer.write(_frame(_Hello(self._ingress, address.secret)))
-            self._writers[replica] = writer
+            self._writers[replica], self._silent[replica] = writer, 0
             while True:
                 news = _decode_news(await _read(reader))
+                self._silent[replica] = 0
                 for number, chunk in news.chunks.items():
-                    self._deliver(number, chunk)
+                    self._deliver(replica, number, chunk)
                 if news.load is not None or news.prefixes:
                     self._observe(replica, news.load, news.prefixes)
         finally:
-            self._writers.pop(replica, None)
+            if self._writers.pop(replica, None) is not None:
+                del self._silent[replica]
+                self._lost(replica)
             writer.close()

@@ -39,6 +39,11 @@ class IngressConfig(BaseModel):
         description="How long a request waits where no engine replica is up, before its 503. "
         "With min_replicas 0, more than an engine's start-up time.",
     )
+    resume_wait_s: float = Field(
+        30.0,
+        ge=0,
+        description="How long a request that has lost its replica waits for another one, before its error.",
+    )
     tokenizer_threads: int = Field(2, ge=1, description="Threads that render chat templates and tokenise.")
 
 

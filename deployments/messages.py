@@ -22,14 +22,15 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
 
     ingress: str  # which ingress replica sent it
     number: int  # counts that ingress's calls up by one
-    prompt: npt.NDArray[np.int32]  # [prompt length]
+    prompt: npt.NDArray[np.int32]  # [prompt length]; after it, what there is of an answer that is to go on
     params: SamplingParams
+    model: str  # ``EngineConfig.identity`` of the engine that it is meant for
+    generated: int = 0  # tokens at the end of ``prompt`` that are the answer's
     clip: bool = False  # max_tokens is a default: cut it to what the context leaves
     priority: int = 0
     cache_salt: str = ""
     avoid: tuple[str, ...] = ()  # replicas (unique ids) that failed this call before
     expected_cached: int | None = None  # prompt tokens that the router takes the replica to have cached
-    token_ids: bool = False  # chunks shall have them
 
     @property
     def key(self) -> str:
@@ -54,11 +55,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     cached_tokens: int
     completion_tokens: int
     logprobs: tuple[TokenInfo, ...] | None = None
-    token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()  # what another replica would have to go on from
     prompt_scores: tuple[PromptScores, ...] = ()
 
     @classmethod
-    def of(cls, delta: Delta, token_ids: bool) -> Chunk:
+    def of(cls, delta: Delta) -> Chunk:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = tuple(TokenInfo(t.token_id, t.logprob, t.top) for t in delta.logprobs)
@@ -70,15 +71,16 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
             delta.cached_tokens,
             delta.completion_tokens,
             logprobs,
-            delta.token_ids if token_ids else (),
+            delta.token_ids,
             delta.prompt_scores,
         )
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
-    """Why a sequence got no (more) tokens. ``dead`` may be tried on another replica if nothing was sent yet."""
+    """Why a sequence got no (more) tokens. After ``dead`` the replica serves nothing of the ingress's any more; after
+    ``cut`` it may. Either way the sequence may go on at another one."""
 
-    kind: Literal["invalid", "overloaded", "dead", "internal"]
+    kind: Literal["invalid", "overloaded", "dead", "cut", "internal"]
     message: str
     replica: str
     param: str | None = None

@@ -110,6 +110,9 @@ class EngineReplica:
         Where the calling ingress has a channel to this replica the chunks go there and none are yielded. Else the
         first chunk leaves at once, and later ones as often as this process can bear, each with all that came since.
         """
+        if call.model != self._config.identity:  # in the middle of an update: these tokens are another model's
+            yield encode(Refusal("dead", "the replica serves another model by now", self._replica))
+            return
         self._open[call.ingress] += 1
         self._newest[call.ingress] = max(call.number, self._newest.get(call.ingress, 0))
         expected = call.expected_cached or 0
@@ -126,8 +129,10 @@ class EngineReplica:
             yield encode(Refusal("invalid", error.message, self._replica, param=error.param, code=error.code))
         except EngineOverloadedError as error:
             yield encode(Refusal("overloaded", str(error), self._replica, retry_after=error.retry_after))
-        except (EngineDeadError, ConnectionError) as error:
+        except EngineDeadError as error:
             yield encode(Refusal("dead", str(error), self._replica))
+        except ConnectionError as error:
+            yield encode(Refusal("cut", str(error), self._replica))
         finally:
             self._open[call.ingress] -= 1
             self._unanswered.pop(call.key, None)
@@ -141,6 +146,7 @@ class EngineReplica:
             call.key,
             priority=call.priority,
             cache_salt=call.cache_salt,
+            generated=call.generated,
         )
         sent = _Sent(stream, self._chunks_of(call))
         lane.add(call.number, sent)
@@ -153,7 +159,12 @@ class EngineReplica:
     async def _stream(self, call: GenerateCall) -> AsyncGenerator[bytes]:
         chunk = self._chunks_of(call)
         deltas = self._engine.generate(
-            call.prompt, self._params(call), call.key, priority=call.priority, cache_salt=call.cache_salt
+            call.prompt,
+            self._params(call),
+            call.key,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            generated=call.generated,
         )
         async with aclosing(deltas):  # aborts in the engine where the stream is not at its end
             async for delta in deltas:
@@ -170,12 +181,12 @@ class EngineReplica:
                 self._compare(call, delta)
             if delta.finish_reason is not None:
                 self._output_tokens += 0.05 * (delta.completion_tokens - self._output_tokens)
-            return Chunk.of(delta, call.token_ids)
+            return Chunk.of(delta)
 
         return chunk
 
     def _params(self, call: GenerateCall) -> Any:
-        room = self._info.max_model_len - len(call.prompt)
+        room = self._info.max_model_len - (len(call.prompt) - call.generated)
         limit = call.params.max_tokens
         if call.clip and limit is not None and limit > room >= 1:
             return replace(call.params, max_tokens=room, min_tokens=min(call.params.min_tokens, room))
@@ -187,6 +198,7 @@ class EngineReplica:
         return {
             "channel": msgspec.to_builtins(self._address),
             "max_model_len": self._info.max_model_len,
+            "drain_s": serve.get_replica_context()._deployment_config.graceful_shutdown_timeout_s,
             "routing": msgspec.to_builtins(info),
         }
 

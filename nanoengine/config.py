@@ -106,6 +106,11 @@ class EngineConfig(BaseModel):
             )
         return self
 
+    @property
+    def identity(self) -> str:
+        """What decides which tokens come. Engines of one identity go on with each other's answers."""
+        return f"{self.model}@{self.revision or ''}"
+
     def step_limits(self, device: str) -> tuple[int, int]:
         """(max_num_seqs, max_num_batched_tokens) on a type of device, with the defaults filled in."""
         rows, tokens = (1024, 8192) if device == "cuda" else (256, 2048)

@@ -357,7 +357,6 @@ class Api:
                 priority=job.priority,
                 cache_salt=job.cache_salt,
                 session=job.session,
-                token_ids=job.token_ids,
             )
             for prompt in job.prompts
             for i in range(job.best_of)

@@ -120,7 +120,6 @@ async def chunks(job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
                 priority=job.priority,
                 cache_salt=job.cache_salt,
                 session=job.session,
-                token_ids=False,
             )
             async with aclosing(stream) as answer:
                 async for chunk in answer:
@@ -142,6 +141,6 @@ async def chunks(job: Job) -> AsyncGenerator[tuple[int, Chunk]]:
                     len(prompt),
                     cached,
                     len(beam.tokens),
-                    token_ids=tuple(beam.tokens) if job.token_ids else (),
+                    token_ids=tuple(beam.tokens),
                 ),
             )

@@ -42,7 +42,7 @@ class ChatPartsFormat(ChatFormat):
         for part, _ in parts:
             events.append(self._event(index, chunk, self._delta(index, part), tokens, b',"finish_reason":null}'))
             tokens = self._tokens(None)
-        if not events and (chunk.logprobs or chunk.token_ids):  # of tokens whose text is held back, or was a mark
+        if not events and (chunk.logprobs or self._extras.token_ids):  # of tokens whose text is held back, or a mark
             events.append(self._event(index, chunk, b"", tokens, b',"finish_reason":null}'))
         if chunk.finish_reason is not None:
             finish = finished(_finish_reason(chunk.finish_reason, reader), chunk.stop_reason)

@@ -5,23 +5,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, MutableMapping
 from contextlib import suppress
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.channel import Address, ChannelClient
+from deployments.channel import LOOK_S, Address, ChannelClient
 from deployments.config import IngressConfig
 from deployments.ingress.errors import ApiError, internal, overloaded, unavailable
-from deployments.messages import Chunk, GenerateCall, Refusal, decode, merged
+from deployments.ingress.standing import Standing
+from deployments.messages import Chunk, GenerateCall, Refusal, Reply, decode, merged
 from deployments.pacing import Pacer
 from deployments.routing import registry
 from deployments.routing.load import LoadReport
@@ -30,23 +36,28 @@ from nanoengine.sampling.params import SamplingParams
 
 logger = logging.getLogger("ray.serve")
 
-POLL_S = 0.05
 LAST_CHUNK_S = 2.0
+MAX_LOSSES = 3  # replicas that a request may lose before it is given up
+FULL_WAIT_S = 0.25  # between two tries to go on where all others are full
 
 
 class EngineClient:
     """Calls engine replicas. Knows nothing of HTTP but how to say what went wrong."""
 
-    def __init__(self, handle: DeploymentHandle, config: IngressConfig) -> None:
+    def __init__(self, handle: DeploymentHandle, config: IngressConfig, model: str) -> None:
+        """``model`` is the ``identity`` of the engines that the prompts are made for."""
         self._handle = handle.options(method_name="generate", stream=True)  # which also starts the handle's router
         self._memory = handle.options(method_name="memory")
         self._key = (handle.app_name, handle.deployment_name)
         self._config = config
+        self._model = model
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._inboxes: dict[int, _Inbox] = {}  # by call number
         self._pacer = Pacer()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._standing = Standing()
+        self._channels = ChannelClient(self._name, self._deliver, self._observe, self._lost)
 
     def available(self) -> bool:
         """Whether a replica is known to be up. Asks no engine and does not wait."""
@@ -71,76 +82,88 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str = "",
         session: str = "",
-        token_ids: bool = False,
     ) -> AsyncGenerator[Chunk]:
         """The chunks of one sequence; the last one has a finish reason. Leaving the loop aborts it.
 
-        A replica whose engine dies before the first chunk is replaced by another one, once: nothing was sent, so the
-        client need not know. Raises ``ApiError``.
+        Where its replica is lost, or is being stopped and does not get done in time, the sequence goes on at another
+        one, with the same tokens: whoever reads it need not know. Raises ``ApiError``.
         """
-        avoid: tuple[str, ...] = ()
-        for may_retry in (True, False):
-            await self._wait_for_replica()
+        if params.seed is None and not params.greedy:
+            # Drawn here, so that another replica draws the same tokens.
+            params = params.seeded(random.getrandbits(63))
+        so_far = _SoFar(prompt)
+        handle = self._handle.options(session_id=session) if session else self._handle  # a copy takes 10 us
+        while True:
+            await self._wait_for_replica(so_far)
             call = GenerateCall(
                 ingress=self._name,
                 number=next(self._numbers),
-                prompt=prompt,
+                prompt=so_far.tokens,
+                generated=so_far.count,
                 params=params,
+                model=self._model,
                 clip=clip,
                 priority=priority,
                 cache_salt=cache_salt,
-                avoid=avoid,
-                token_ids=token_ids,
+                avoid=tuple(so_far.suspects),
             )
             inbox = self._inboxes[call.number] = _Inbox()
-            handle = self._handle.options(session_id=session) if session else self._handle  # a copy takes 10 us
             stream = handle.remote(call)
             watcher = self._spawn(_watch(stream, inbox))
-            sent = ended = False
+            ended = False
             try:
-                while True:
-                    reply = await inbox.take()
-                    if isinstance(reply, Chunk):
-                        if reply.finish_reason == "abort":  # by the engine's side: nobody here has left
-                            raise self._gone()
-                        sent, ended = True, reply.finish_reason is not None
-                        yield reply
-                        if ended:
-                            return
-                        if self._pacer.pause:
-                            await asyncio.sleep(self._pacer.pause)
-                    elif may_retry and not sent and _may_go_elsewhere(reply):
-                        avoid = (reply.replica,) if isinstance(reply, Refusal) else ()
+                while isinstance(reply := await inbox.take(), Chunk):
+                    if reply.finish_reason == "abort":  # by the engine's side: nobody here has left
                         break
-                    else:
-                        raise self._error(reply) from (reply if isinstance(reply, BaseException) else None)
+                    ended = reply.finish_reason is not None
+                    yield so_far.add(reply)
+                    if ended:
+                        return
+                    if self._pacer.pause:
+                        await asyncio.sleep(self._pacer.pause)
             finally:
                 del self._inboxes[call.number]
+                replica = self._placed.pop(call.number, "")
                 if not ended:  # else the watcher sees the call to its end
                     watcher.cancel()
                     with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
                         stream.cancel()
+            if isinstance(reply, Refusal) and reply.kind == "dead":
+                self._standing.refuse(reply.replica)
+            if isinstance(reply, BackPressureError) and so_far.may_wait(self._config.resume_wait_s):
+                await asyncio.sleep(FULL_WAIT_S)
+            elif not so_far.may_go_on(reply, replica):
+                raise self._error(reply) from (reply if isinstance(reply, BaseException) else None)
 
     async def memory(self) -> dict[str, Any]:
         """Where one replica's memory went, whichever answers. Raises ``ApiError``."""
-        await self._wait_for_replica()
+        await self._wait_for_replica(_SoFar(np.empty(0, np.int32)))
         try:
             summary: dict[str, Any] = await self._memory.remote()
         except Exception as error:
             raise self._error(error) from error
         return summary
 
-    async def _wait_for_replica(self) -> None:
-        deadline = time.monotonic() + self._config.replica_wait_s
-        while not self.available():
+    async def _wait_for_replica(self, so_far: _SoFar) -> None:
+        """Until there is one to ask. Raises ``ApiError``."""
+        if not so_far.suspects:
+            wait_s, usable = self._config.replica_wait_s, self.available
+        else:
+            wait_s, usable = self._config.resume_wait_s, partial(self._usable, so_far.suspects)
+        deadline = so_far.since + wait_s
+        while not usable():
             if time.monotonic() >= deadline:
-                raise unavailable("no engine replica is up yet; try again", self._config.retry_after_s)
-            await asyncio.sleep(POLL_S)
+                raise unavailable("no engine replica is up; try again", self._config.retry_after_s)
+            await asyncio.sleep(LOOK_S)
+
+    def _usable(self, suspects: Collection[str]) -> bool:
+        ours = self._key in registry.ROUTERS
+        return self.available() and (not ours or self._standing.usable(suspects, self._channels.connected))
 
     def _gone(self) -> ApiError:
         return unavailable("the engine that served this request has ended; try again", self._config.retry_after_s)
 
-    def _error(self, reply: Refusal | BaseException | None) -> ApiError:
+    def _error(self, reply: Reply | _Leave | BaseException | None) -> ApiError:
         """What to tell the client of a call that ended without a finish reason.
 
         Raises ``CancelledError``: Serve ends the calls of a request whose client has left, and may do so before it
@@ -158,14 +181,32 @@ class EngineClient:
                 return overloaded("too many requests are waiting; try again later", wait_s)
             case DeploymentUnavailableError():
                 return unavailable("no engine could be started; see `serve status`", self._config.retry_after_s)
-            case Refusal(kind="dead") | RayActorError() | ReplicaUnavailableError() | TaskCancelledError() | None:
+            case None | Chunk() | _Leave() | Refusal(kind="dead" | "cut"):
+                return self._gone()
+            case RayActorError() | ReplicaUnavailableError() | TaskCancelledError():
                 return self._gone()
         logger.error("an engine replica failed: %r", reply)
         return internal()
 
-    def _deliver(self, number: int, chunk: Chunk) -> None:
+    def _deliver(self, replica: str, number: int, chunk: Chunk) -> None:
         if (inbox := self._inboxes.get(number)) is not None:  # else the client has left
             inbox.put(chunk)
+
+    @property
+    def _placed(self) -> MutableMapping[int, str]:
+        """Replicas by the numbers of the calls that are there; nothing where serve_config.yaml names another router."""
+        router = registry.ROUTERS.get(self._key)
+        return router.placed if router is not None else {}
+
+    def _leave(self, replicas: Collection[str], why: _Leave) -> None:
+        """End the calls that are there, as far as they have a place to go to."""
+        placed = self._placed
+        for number, inbox in self._inboxes.items():
+            if (replica := placed.get(number, "")) in replicas and (why is _Leave.LOST or self._usable((replica,))):
+                inbox.end(why)
+
+    def _lost(self, replica: str) -> None:
+        self._leave((replica,), _Leave.LOST)
 
     def _observe(self, replica: str, load: LoadReport | None, prefixes: list[PrefixEvents]) -> None:
         if (router := registry.ROUTERS.get(self._key)) is not None:
@@ -180,14 +221,74 @@ class EngineClient:
     async def run(self) -> None:
         """Keep a channel open to each replica, and the pace. For ever; start it once, on the requests' event loop."""
         self._spawn(self._pacer.run())
-        channels = ChannelClient(self._name, self._deliver, self._observe)
         while True:
             if (router := registry.ROUTERS.get(self._key)) is not None:
-                told = router.replica_metadata.items()
-                channels.connect({id: msgspec.convert(data["channel"], Address) for id, data in told if data})
+                told = router.replica_metadata
+                addresses = {id: data["channel"] for id, data in told.items() if data}
+                self._channels.connect(msgspec.convert(addresses, dict[str, Address]))
                 for replica in router.wants():
-                    channels.resync(replica)
-            await asyncio.sleep(POLL_S)
+                    self._channels.resync(replica)
+                self._standing.update(told)
+                if overdue := self._standing.overdue():
+                    self._leave(overdue, _Leave.STOPPING)
+                for number in router.placed.keys() - self._inboxes.keys():  # calls that were left while being placed
+                    del router.placed[number]
+            await asyncio.sleep(LOOK_S)
+
+
+class _Leave(Enum):
+    """Why a call ends that its replica has not ended."""
+
+    LOST = "lost"  # the channel to it is, on which its chunks would have come
+    STOPPING = "stopping"  # it will be killed soon
+
+
+class _SoFar:
+    """What one sequence has got, from whichever replicas, and what it has gone through."""
+
+    def __init__(self, prompt: npt.NDArray[np.int32]) -> None:
+        self.since = time.monotonic()  # when it began to wait for a replica
+        self.suspects: list[str] = []  # those that it has lost or left
+        self.count = 0  # tokens of the answer
+        self._prompt = prompt
+        self._answer = array("i")
+        self._told = 0  # ... that its replica says there are
+        self._cached = 0  # tokens of the prompt, as the first replica said
+        self._losses = 0
+        self._vain = False  # whether there has been a loss since the last token
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Of the prompt and the answer."""
+        return np.concatenate((self._prompt, np.array(self._answer, np.int32))) if self._answer else self._prompt
+
+    def add(self, chunk: Chunk) -> Chunk:
+        """What the reader gets of a chunk."""
+        if not self._answer:
+            self._cached = chunk.cached_tokens
+        self._answer.extend(chunk.token_ids)
+        self.count, self._told, self._vain = len(self._answer), chunk.completion_tokens, False
+        return structs.replace(chunk, cached_tokens=self._cached) if self.suspects else chunk
+
+    def may_wait(self, seconds: float) -> bool:
+        """Whether it may wait where all replicas are full: those who have not begun are told to come back."""
+        return bool(self.suspects) and time.monotonic() - self.since < seconds
+
+    def may_go_on(self, reply: Reply | _Leave | BaseException | None, replica: str) -> bool:
+        """Whether a call that ended like this is to be made again elsewhere; ``replica`` is where it was.
+
+        One loss may follow another only if there was a token in between, and a few in all: a request that kills
+        engines must not get around to all of them.
+        """
+        if not _is_loss(reply) or self.count != self._told:
+            return False
+        if reply is not _Leave.STOPPING:
+            if self._vain or self._losses == MAX_LOSSES:
+                return False
+            self._losses, self._vain = self._losses + 1, True
+        self.suspects.append(replica)
+        self.since = time.monotonic()
+        return True
 
 
 class _Inbox:
@@ -198,7 +299,7 @@ class _Inbox:
 
     def __init__(self) -> None:
         self._chunk: Chunk | None = None
-        self._end: Refusal | BaseException | None = None
+        self._end: Refusal | _Leave | BaseException | None = None
         self._ended = False
         self._event = asyncio.Event()
 
@@ -206,13 +307,13 @@ class _Inbox:
         self._chunk = chunk if self._chunk is None else merged(self._chunk, chunk)
         self._event.set()
 
-    def end(self, why: Refusal | BaseException | None) -> None:
-        """Serve says that the call is over."""
+    def end(self, why: Refusal | _Leave | BaseException | None) -> None:
+        """The call is over."""
         if not self._ended:
             self._ended, self._end = True, why
             self._event.set()
 
-    async def take(self) -> Chunk | Refusal | BaseException | None:
+    async def take(self) -> Chunk | Refusal | _Leave | BaseException | None:
         """The next chunk, or why there is none. None: the call ended, and its last chunk never came."""
         while self._chunk is None:
             if self._ended:
@@ -245,8 +346,11 @@ async def _watch(stream: AsyncIterator[bytes], inbox: _Inbox) -> None:
             raise
 
 
-def _may_go_elsewhere(reply: Refusal | BaseException | None) -> bool:
+def _is_loss(reply: Reply | _Leave | BaseException | None) -> bool:
     """Whether the replica was lost, rather than the request at fault."""
-    return (isinstance(reply, Refusal) and reply.kind == "dead") or isinstance(
-        reply, (RayActorError, ReplicaUnavailableError)
-    )
+    match reply:
+        case Refusal():
+            return reply.kind in ("dead", "cut")
+        case BaseException():
+            return isinstance(reply, (RayActorError, ReplicaUnavailableError, TaskCancelledError))
+    return True  # the channel was lost, or the end of the answer with it, or the engine gave up

@@ -53,7 +53,6 @@ class Engines(Protocol):
         priority: int,
         cache_salt: str,
         session: str,
-        token_ids: bool,
     ) -> AsyncGenerator[Chunk]: ...
 
 
@@ -110,7 +109,6 @@ class Job:
     cache_salt: str
     session: str  # what the caller says belongs together
     stream: bool
-    token_ids: bool
     format: Format
     beams: Rules | None = None  # of a search with ``n`` beams; None: the choices are sampled
     names: Mapping[str, str] = field(default_factory=dict)  # of fields, where a client knows them by other names
@@ -285,7 +283,6 @@ class ServedModel:
             cache_salt=request.cache_salt or "",
             session=request.session[:MAX_SESSION],
             stream=bool(request.stream),
-            token_ids=extras.token_ids,
             beams=_rules(request),
             format=format(id + uuid.uuid4().hex, int(time.time()), request.model, extras),
         )

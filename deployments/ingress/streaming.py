@@ -186,7 +186,7 @@ class ChatFormat:
         self._started: set[int] = set()
 
     def event(self, index: int, chunk: Chunk) -> bytes:
-        if _silent(chunk):
+        if _silent(chunk, self._extras):
             return b""
         role = b""
         if index not in self._started:  # the role comes with the first text: an event of its own would only cost
@@ -277,7 +277,7 @@ class CompletionFormat:
         self._places: dict[int, _Place] = {}  # of each choice that has begun
 
     def event(self, index: int, chunk: Chunk) -> bytes:
-        if _silent(chunk):
+        if _silent(chunk, self._extras):
             return b""
         extras = self._extras
         text, logprobs, ids = chunk.text, b"null", b""
@@ -427,9 +427,9 @@ def _by_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def _silent(chunk: Chunk) -> bool:
+def _silent(chunk: Chunk, extras: Extras) -> bool:
     """Whether there is nothing to tell yet: its text is held back as what may become a stop string, or a character."""
-    return not (chunk.text or chunk.finish_reason or chunk.logprobs or chunk.token_ids or chunk.prompt_scores)
+    return not (chunk.text or chunk.finish_reason or chunk.logprobs or extras.token_ids or chunk.prompt_scores)
 
 
 def _finish(chunk: Chunk) -> bytes:

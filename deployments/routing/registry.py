@@ -6,7 +6,7 @@ Reach it as ``registry.ROUTERS``: Serve pickles a router's module by value, and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -30,6 +30,10 @@ class Routing(Protocol):
     @property
     def replica_metadata(self) -> Mapping[str, Mapping[str, Any]]:
         """What each running replica, by unique id, said of itself when it started."""
+
+    @property
+    def placed(self) -> MutableMapping[int, str]:
+        """Where each call went, by its number. Who made the call takes it out again."""
 
 
 ROUTERS: WeakValueDictionary[tuple[str, str], Routing] = WeakValueDictionary()

@@ -64,6 +64,7 @@ class EngineRouter(RequestRouter):
         self._tended_at = 0.0
         self._wanted: set[str] = set()
         self.replica_metadata: dict[str, dict[str, Any]] = {}
+        self.placed: dict[int, str] = {}  # by call number
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -108,6 +109,7 @@ class EngineRouter(RequestRouter):
                 request_id = pending_request.metadata.internal_request_id
                 self._core.reserve(question, choice, request_id, call.number if call else 0)
                 if call is not None:
+                    self.placed[call.number] = choice.replica
                     expecting = msgspec.structs.replace(call, expected_cached=choice.cached_tokens)
                     pending_request.args = [expecting, *pending_request.args[1:]]
                 return self._by_id[choice.replica]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,6 +129,12 @@ class SamplingParams:
         _check(value is None or (isinstance(value, (tuple, list)) and len(value) <= most), name, rule, value)
         object.__setattr__(self, name, tuple(value or ()))
         return getattr(self, name)
+
+    def seeded(self, seed: int) -> SamplingParams:
+        """The same with a seed of 64 bits. ``dataclasses.replace`` would check all fields again, for 40 us."""
+        other = copy.copy(self)
+        object.__setattr__(other, "seed", seed)
+        return other
 
     @property
     def greedy(self) -> bool:

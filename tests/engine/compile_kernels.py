@@ -40,7 +40,7 @@ def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, 
     for i, (param, value) in enumerate(zip(kernel.params, (*args, *kwargs.values()), strict=True)):
         assert i < len(args) or param.name in kwargs
         value = kwargs.get(param.name, value)
-        if param.is_constexpr or value is None:  # a launch takes None for a constant too
+        if param.is_constexpr:
             signature[param.name], constants[i,] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[param.name], attributes[i,] = TYPES[value.dtype], [["tt.divisibility", 16]]

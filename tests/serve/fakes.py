@@ -54,7 +54,6 @@ class FakeEngines:
         priority: int,
         cache_salt: str,
         session: str,
-        token_ids: bool,
     ) -> AsyncGenerator[Chunk]:
         self.calls.append((prompt.tolist(), params, clip))
         self.sessions.append(session)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -60,7 +61,12 @@ class Ends:
         self.loads: list[LoadReport] = []
         self.prefixes: list[PrefixEvents] = []
         self.got: dict[int, list[Chunk]] = defaultdict(list)
-        self.client = ChannelClient("me", lambda number, chunk: self.got[number].append(chunk), self.observe)
+        self.lost: list[str] = []
+        self.client = ChannelClient("me", self.deliver, self.observe, self.lost.append)
+
+    def deliver(self, replica: str, number: int, chunk: Chunk) -> None:
+        assert replica == "r"
+        self.got[number].append(chunk)
 
     def observe(self, replica: str, load: LoadReport | None, prefixes: list[PrefixEvents]) -> None:
         assert replica == "r"
@@ -88,8 +94,9 @@ class Ends:
 async def ends() -> AsyncIterator[Ends]:
     ends = Ends()
     yield ends
-    ends.client.connect({})
     await ends.server.stop()
+    await until(lambda: not ends.client.connected)
+    ends.client.connect({})
 
 
 async def test_chunks_of_one_turn_travel_together(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,14 +143,14 @@ async def test_the_end_of_a_connection_is_told_to_who_sends_by_it(ends: Ends) ->
     lane = await ends.connect()
     left, other = Sequence(lane, 1), Sequence(lane, 2)
     lane.remove(1)
-    ends.client.connect({})
+    ends.client._writers["r"].transport.abort()
     await until(lambda: other.is_lost)
     assert not left.is_lost
 
 
 async def test_wrong_secret_opens_no_lane(ends: Ends) -> None:
     await ends.connect()
-    stranger = ChannelClient("stranger", lambda number, chunk: None, lambda *news: None)
+    stranger = ChannelClient("stranger", lambda *chunk: None, lambda *news: None)
     stranger.connect({"r": Address(ends.address.host, ends.address.port, "guess")})
     await asyncio.sleep(0.2)
     assert ends.server.lane("stranger") is None
@@ -240,11 +247,32 @@ async def test_an_ingress_too_slow_for_events_gets_a_snapshot_instead(ends: Ends
     assert ends.prefixes[2].seq == ends.prefixes[1].seq + 1
 
 
-async def test_replica_that_leaves_is_left(ends: Ends) -> None:
+async def test_a_replica_that_is_being_stopped_keeps_its_channel_to_the_end(ends: Ends) -> None:
     lane = await ends.connect()
     ends.client.connect({})
-    await until(lambda: lane.closed)
-    assert ends.server.lane("me") is None
+    Sequence(lane, 1).make(chunk("a", 1, "stop"))
+    await until(lambda: ends.got[1])
+    assert ends.lost == []
+    await ends.server.stop()
+    await until(lambda: ends.lost == ["r"])
+    ends.client.connect({})
+    assert not ends.client._tasks, "and is not sought any more"
+
+
+async def test_a_silent_channel_is_closed(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is gone says no goodbye. Time in which nobody looked does not count: who stood still was this end."""
+    monkeypatch.setattr(channel, "SILENCE_S", 0.3)
+    lane = await ends.connect()
+    addresses = {"r": ends.address}
+    time.sleep(0.5)  # noqa: ASYNC251  # all of this process stands still
+    for _ in range(30):
+        ends.client.connect(addresses)
+        lane.tell(LoadReport())
+        await asyncio.sleep(0.01)
+    assert ends.lost == []
+    for _ in range(8):
+        ends.client.connect(addresses)
+    await until(lambda: ends.lost == ["r"])
 
 
 def test_merged_chunks_keep_order_and_the_later_counts() -> None:

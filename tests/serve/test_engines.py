@@ -51,7 +51,7 @@ class Handle:
 
 
 async def generate(error: BaseException, handle: Handle | None = None, **call: Any) -> EngineClient:
-    client = EngineClient(handle or Handle(error), IngressConfig())
+    client = EngineClient(handle or Handle(error), IngressConfig(resume_wait_s=0.5), "m")
     try:
         async for _ in client.generate(np.array([1], np.int32), SamplingParams(), **call):
             pass

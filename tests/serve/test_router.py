@@ -49,7 +49,7 @@ def pending(call: Any = None, request_id: str = "r") -> PendingRequest:
 
 def call(number: int = 0, tokens: int = 10, avoid: tuple[str, ...] = ()) -> GenerateCall:
     prompt = np.zeros(tokens, np.int32)
-    return GenerateCall(ingress="me", number=number, prompt=prompt, params=SamplingParams(), avoid=avoid)
+    return GenerateCall(ingress="me", number=number, prompt=prompt, params=SamplingParams(), model="m", avoid=avoid)
 
 
 async def choose(router: EngineRouter, request: PendingRequest) -> str:
@@ -248,7 +248,7 @@ async def test_call_is_told_what_its_replica_should_have(router: EngineRouter) -
     prompt = np.arange(640, dtype=np.int32)
     hashes = prefix_hashes(prefix_root("m"), prompt)
     router.observe("b", LoadReport(number=1), [PrefixEvents(1, True, hashes.tobytes(), b"")])
-    request = pending(GenerateCall(ingress="me", number=0, prompt=prompt, params=SamplingParams()))
+    request = pending(GenerateCall(ingress="me", number=0, prompt=prompt, params=SamplingParams(), model="m"))
     assert await choose(router, request) == "b"
     assert request.args[0].expected_cached == 624
 

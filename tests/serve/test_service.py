@@ -218,9 +218,8 @@ def test_answer_is_the_same_with_and_without_a_token_channel(http: httpx.Client)
     """This process has no channel to the replica, so its call's chunks come through Serve's stream."""
     handle = serve.get_deployment_handle("EngineReplica", "llm").options(method_name="generate", stream=True)
     params = SamplingParams(max_tokens=40, seed=3, temperature=1.0)
-    call = GenerateCall(
-        ingress="test", number=0, prompt=np.frombuffer(b"hello", np.uint8).astype(np.int32), params=params
-    )
+    prompt = np.frombuffer(b"hello", np.uint8).astype(np.int32)
+    call = GenerateCall(ingress="test", number=0, prompt=prompt, params=params, model="synthetic@")
     replies = [decode(data) for data in handle.remote(call)]
     assert all(isinstance(reply, Chunk) for reply in replies)
     body = post(http, prompt="hello", max_tokens=40, seed=3, temperature=1).json()
@@ -458,18 +457,20 @@ def engine_processes(cluster: Cluster) -> list[psutil.Process]:
 
 
 def test_engine_death(cluster: Cluster) -> None:
-    """Open streams get an error event, one before its first token another replica, and the dead one is replaced."""
+    """Nobody sees it: open streams go on at the other replica, token for token, and the dead one is replaced."""
     cluster.deploy(fixed(2))
     eventually(lambda: cluster.replicas() == 2, 30, "two replicas")
     engines = engine_processes(cluster)
     assert len(engines) == 2
-    endings: list[str] = []
+    texts: dict[int, str] = {}
+    body = {"model": NAME, **LONG, "max_tokens": 800}
 
     def stream(number: int) -> None:
-        body = {"model": NAME, "stream": True, **LONG, "prompt": f"{number}", "max_tokens": 800}
-        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
-            lines = [line for line in response.iter_lines() if line]
-        endings.append("done" if lines[-1] == "data: [DONE]" else "error" if '"error"' in lines[-1] else "cut")
+        asked = {**body, "prompt": f"{number}", "stream": True}
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=asked, timeout=60) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines.pop() == "[DONE]", lines[-1]
+        texts[number] = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
     threads = [threading.Thread(target=stream, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -483,44 +484,47 @@ def test_engine_death(cluster: Cluster) -> None:
             assert response.status_code == 200, response.text
     for thread in threads:
         thread.join(60)
-    # How the streams were divided is the router's to say; that each came to its proper end is not.
-    assert len(endings) == 8
-    assert set(endings) == {"done", "error"}
+    with httpx.Client(base_url=cluster.url, timeout=30) as http:
+        for number in range(8):
+            whole = post(http, **body | {"prompt": f"{number}"}).json()["choices"][0]
+            assert texts.get(number) == whole["text"], f"stream {number}"
     eventually(lambda: len(engine_processes(cluster)) == 2, 30, "a new engine")
     eventually(lambda: cluster.replicas() == 2, 30, "two replicas")
 
 
 def test_last_engine_death(cluster: Cluster) -> None:
-    """With no other replica: 503 with Retry-After, /health red, then all well again."""
-    cluster.deploy(fixed(1))
+    """With no other replica: 503 with Retry-After, /health red, then all well again; but who had begun waits for it."""
+    cluster.deploy(fixed(1, args__ingress__replica_wait_s=0.5))
     eventually(lambda: cluster.replicas() == 1 and len(engine_processes(cluster)) == 1, 30, "one replica")
     (engine,) = engine_processes(cluster)
     with httpx.Client(base_url=cluster.url, timeout=30) as http:
-        assert post(http, prompt="x", max_tokens=2).status_code == 200
+        whole = post(http, **LONG).json()["choices"][0]["text"]
+        found: list[str] = []
+        begun = threading.Thread(target=lambda: found.append(post(http, **LONG).json()["choices"][0]["text"]))
+        begun.start()
+        time.sleep(1)
         engine.send_signal(signal.SIGKILL)
         engine.wait(5)
+        eventually(lambda: not cluster.healthy(), 5, "red health")
         response = post(http, prompt="x", max_tokens=2)
         assert response.status_code == 503, response.text
         assert response.json()["error"]["code"] == "engine_unavailable"
         assert int(response.headers["retry-after"]) >= 1
-        eventually(lambda: not cluster.healthy(), 5, "red health")
         eventually(lambda: post(http, prompt="x", max_tokens=2).status_code == 200, 60, "recovery")
         assert cluster.healthy()
+        begun.join(60)
+        assert found == [whole]
 
 
 def test_frozen_engine(cluster: Cluster) -> None:
-    """A process that stands still is found out, its requests are told, and it is replaced."""
+    """A process that stands still is found out and replaced; what it had taken goes on at the new one."""
     cluster.deploy(fixed(1, args__engine_stall_s=2))
     eventually(lambda: cluster.replicas() == 1 and len(engine_processes(cluster)) == 1, 30, "one replica")
     (engine,) = engine_processes(cluster)
     with httpx.Client(base_url=cluster.url, timeout=30) as http:
         assert post(http, prompt="x", max_tokens=2).status_code == 200
         engine.send_signal(signal.SIGSTOP)
-        start = time.monotonic()
-        response = post(http, prompt="x", max_tokens=2)
-        assert response.status_code == 503, response.text
-        assert time.monotonic() - start < 10
-        eventually(lambda: post(http, prompt="x", max_tokens=2).status_code == 200, 60, "recovery")
+        assert post(http, prompt="x", max_tokens=2).status_code == 200
     eventually(lambda: not engine.is_running(), 15, "its end")
 
 

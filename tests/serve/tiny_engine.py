@@ -53,7 +53,6 @@ class TinyEngines:
         priority: int,
         cache_salt: str,
         session: str,
-        token_ids: bool,
     ) -> AsyncGenerator[Chunk]:
         room = self.engine.info.max_model_len - len(prompt)
         if clip and params.max_tokens is not None:
@@ -70,7 +69,7 @@ class TinyEngines:
                     raise self._errors.pop(key)
                 made, self._made[key] = self._made[key], Made()
                 delta = answer.take(made)
-                yield Chunk.of(delta, token_ids)
+                yield Chunk.of(delta)
                 if delta.finish_reason is not None:
                     return
         finally:
