@@ -270,12 +270,16 @@ class EngineReplica:
                 lane.resync()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaling policy reads: requests and tokens, from the engine itself."""
-        load = self._engine.load()
+        """What the autoscaling policy reads: requests, tokens and seconds, from the engine itself."""
+        load, report = self._engine.load(), self._report(0)
+        done = load.prompt_tokens - load.prefix_hit_tokens - load.prefill_tokens
         return {
             "waiting": float(load.waiting),
             "running": float(load.running),
-            "backlog_tokens": float(load.waiting_tokens + load.prefill_tokens),
+            "kv_usage": load.kv_usage,
+            "prefill_rate": report.prefill_rate / (1 + report.slowdown * load.running),  # tokens per second, as it is
+            "arrived_tokens": done + report.backlog_tokens,  # of prompts, since start, but for the cached ones
+            "cached_tokens": float(load.prefix_hit_tokens),
         }
 
     def load(self) -> Load:

@@ -1,62 +1,153 @@
-"""QueueDepthPolicy: how many engine replicas the queue asks for.
+"""QueueDepthPolicy: how many engine replicas the load asks for.
 
 Serve calls a policy ten times a second on its controller's event loop. One that raises stops updates of every
 application in the cluster, and one that blocks stalls them all: this one is arithmetic on numbers that are already
-there, and in any doubt it answers with the target as it is. Serve applies bounds, delays and smoothing itself.
+there, and in any doubt it answers with the target as it is, and says so in the controller's log.
 
-Serve pickles this module by value, so it imports nothing of ours.
+Serve applies bounds and delays itself, those of ``autoscaling_config``: there are no others here. What it keeps of one
+call for the next is the ``policy_state`` that Serve hands back, so that the policy itself has no memory.
+
+Serve pickles this module by value, so it imports nothing of ours; the simulator (``loadtest.autoscale``) imports it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
+
+logger = logging.getLogger("ray.serve")
+
+STALE_S = 30.0  # a replica whose last report is older counts as one without: Serve itself keeps it for ever
+REPEAT_S = 60.0  # between two lines of the log about the same trouble
+KV_USE = 0.8  # of a replica's KV blocks that sequences may refer to: beyond, it preempts soon, and caches nothing
+SLACK = 0.8  # how full the replicas that stay may become when others go: at 1, one would be given up and taken back
 
 
 class QueueDepthPolicy:
     """Enough replicas that each has at most ``target_queue_depth`` sequences, waiting or running.
 
-    The depth is the engines' own (``record_autoscaling_stats``), averaged by Serve over ``look_back_period_s``, plus
-    what still waits in handles for a replica. How long a queue is in tokens it doesn't see; ``target_backlog_tokens``
-    adds that: prompt tokens to compute per replica, which are what a new request's first token waits for.
+    With ``target_prefill_use``, also enough that prompt tokens, as they come and less those that are cached, take at
+    most that fraction of the speed that the engines have measured of themselves, and that KV blocks suffice: one prompt
+    of 8,000 tokens is as much work as forty of 200, and a queue shows it only when it is late.
+
+    Fewer only where those that stay would be at most ``SLACK`` full, with the work that the caches of the others saved;
+    and as many as were needed at any moment of ``downscale_delay_s``, not just at its end.
     """
 
-    def __init__(self, target_queue_depth: float = 16.0, target_backlog_tokens: float | None = None) -> None:
-        for name, value in (
-            ("target_queue_depth", target_queue_depth),
-            ("target_backlog_tokens", target_backlog_tokens),
-        ):
-            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+    def __init__(self, target_queue_depth: float = 16.0, target_prefill_use: float | None = None) -> None:
+        for name, value in (("target_queue_depth", target_queue_depth), ("target_prefill_use", target_prefill_use)):
+            if value is not None and not (_is_number(value) and value > 0):
                 raise ValueError(f"{name} must be a number above 0, got {value!r}")
         self._target_queue_depth = target_queue_depth
-        self._target_backlog_tokens = target_backlog_tokens
+        self._target_prefill_use = target_prefill_use
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """``context`` is a ``ray.serve.config.AutoscalingContext``. Returns the desired count and no state."""
+        """``context`` is a ``ray.serve.config.AutoscalingContext``. Returns the desired count and the next state."""
         try:
-            return self._desired(context), {}
-        except Exception:  # whatever it is, the count that we have is the better answer
-            return context.target_num_replicas, {}
+            return self._decide(context)
+        except Exception as error:  # whatever it is, the count that we have is the better answer
+            return context.target_num_replicas, _complain(context, error)
 
-    def _desired(self, context: Any) -> int:
-        running = list(context.running_replicas)
-        if not running:
+    def _decide(self, context: Any) -> tuple[int, dict[str, Any]]:
+        target = int(context.target_num_replicas)
+        if not context.running_replicas:
             # None is up yet, so there is nothing to read. The target stands: it is what is being started.
-            return int(context.target_num_replicas)
-        metrics = context.aggregated_metrics
-        depth = _total(metrics["waiting"], running) + _total(metrics["running"], running)
-        depth += max(0.0, float(context.total_queued_requests))
-        desired = math.ceil(depth / self._target_queue_depth)
-        if self._target_backlog_tokens is not None:
-            backlog = _total(metrics["backlog_tokens"], running)
-            desired = max(desired, math.ceil(backlog / self._target_backlog_tokens))
-        return desired
+            return target, {}
+        reports = _Reports(context)
+        depth = reports.total("waiting") + reports.total("running") + max(0.0, float(context.total_queued_requests))
+        need, spared = depth / self._target_queue_depth, 0.0
+        if self._target_prefill_use is not None:
+            need = max(need, reports.total("kv_usage") / KV_USE)
+            if (speed := reports.mean("prefill_rate") * self._target_prefill_use) > 0:  # 0: not measured yet
+                # As they come, not as they are done: what waits at a busy replica already no new one can take.
+                need = max(need, reports.rate("arrived_tokens") / speed)
+                spared = reports.rate("cached_tokens") / speed
+        desired = _ceil(need)
+        fewer = max(desired, _ceil(_with_caches_lost(need, spared, reports.count)))
+        lows = _window(context, fewer)
+        if desired < target:
+            # Against the target, so that what is ordered counts as there; if it never comes, it can still be given up.
+            desired = min(target - 1, lows[0][1]) if fewer < target else target
+        return desired, {"lows": lows}
 
 
-def _total(by_replica: dict[Any, float], running: list[Any]) -> float:
-    """Sum over running replicas. One that has not reported counts as much as the others do on average: counting it as
-    idle would scale down whenever a replica starts. Raises where none has, or a value is no number."""
-    values = [float(by_replica[replica]) for replica in running if replica in by_replica]
-    if not values or not all(math.isfinite(value) for value in values):
-        raise ValueError("no report")
-    return sum(values) / len(values) * len(running)
+class _Reports:
+    """What the replicas told, by name and replica, over ``look_back_period_s``.
+
+    One that has told nothing usable counts as much as the others do on average: counting it as idle would scale down
+    whenever a replica starts.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._by_name = context.raw_metrics
+        self._running = list(context.running_replicas)
+        self._since = float(context.current_time) - STALE_S
+        self.count = len(self._running)
+
+    def mean(self, name: str, of: Callable[[Sequence[Any]], float] | None = None) -> float:
+        """Over the replicas, of each one's mean over time, or of what ``of`` makes of its samples. Raises
+        ``LookupError`` where none has told it."""
+        values, told = [], self._by_name.get(name, {})
+        for replica in self._running:
+            samples = [one for one in told.get(replica, ()) if _is_number(one.value) and one.timestamp >= self._since]
+            if samples:
+                values.append(of(samples) if of else sum(one.value for one in samples) / len(samples))
+        if not values:
+            raise LookupError(f"no running replica reports a usable {name!r}")
+        return max(0.0, sum(values) / len(values))
+
+    def total(self, name: str) -> float:
+        return self.mean(name) * self.count
+
+    def rate(self, name: str) -> float:
+        """By how much a counter rises each second, of all replicas together."""
+        return self.mean(name, _slope) * self.count
+
+
+def _with_caches_lost(need: float, spared: float, count: int) -> float:
+    """The least n of ``count`` replicas that would be ``SLACK`` full: of what all caches spared (in replicas), the
+    share of those that go, (count - n) / count, has to be computed again until it is cached anew."""
+    if need >= SLACK * count:
+        return need / SLACK
+    return (need + spared) / (SLACK + spared / count)
+
+
+def _slope(samples: Sequence[Any]) -> float:
+    first, last = samples[0], samples[-1]
+    seconds = last.timestamp - first.timestamp
+    return max(0.0, (last.value - first.value) / seconds) if seconds > 0 else 0.0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _ceil(count: float) -> int:
+    return math.ceil(count - 1e-9)  # 16 / 0.8 and the like may come out a hair above
+
+
+def _window(context: Any, fewer: int) -> list[tuple[float, int]]:
+    """How few would have done, over the last ``downscale_delay_s``: (time, count), of which later ones are lower, so
+    that the first is the highest and there are never more than there are counts."""
+    now = float(context.current_time)
+    begin = now - float(context.config.downscale_delay_s)
+    lows = [(time, count) for time, count in context.policy_state.get("lows", ()) if time >= begin and count > fewer]
+    return [*lows, (now, fewer)]
+
+
+def _complain(context: Any, error: Exception) -> dict[str, Any]:
+    """Say that the count stays as it is, and why: at once, and then every ``REPEAT_S``."""
+    reason = f"{type(error).__name__}: {error}"
+    try:
+        last, said_at = context.policy_state.get("trouble", ("", -math.inf))
+        now = float(context.current_time)
+        if reason != last or now - said_at >= REPEAT_S:
+            said_at = now
+            name, target = context.deployment_name, context.target_num_replicas
+            logger.warning("autoscaling: %s stays at %s replicas: %s", name, target, reason)
+        return {"trouble": (reason, said_at)}
+    except Exception:
+        logger.warning("autoscaling: the count of replicas stays as it is: %s", reason)
+        return {}

@@ -11,7 +11,7 @@ import numpy as np
 from loadtest.router.simulator import Outcome
 
 Row = tuple[str, Outcome]
-_COLOURS = (
+COLOURS = (
     "#c0392b",
     "#2980b9",
     "#27ae60",
@@ -87,8 +87,8 @@ def _cdf(rows: Sequence[Row]) -> str:
             f"{x(float(seconds)):.1f},{top + span_y * (1 - part):.1f}"
             for seconds, part in zip(np.quantile(one.ttft, share), share.tolist(), strict=True)
         )
-        colour = _COLOURS[i % len(_COLOURS)]
-        dash = ' stroke-dasharray="4 3"' if i >= len(_COLOURS) else ""
+        colour = COLOURS[i % len(COLOURS)]
+        dash = ' stroke-dasharray="4 3"' if i >= len(COLOURS) else ""
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"{dash}/>')
         parts.append(f'<text x="{right + 10}" y="{top + 12 + 16 * i}" fill="{colour}">{html.escape(name)}</text>')
     parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 5}">share of requests with a first token by then</text></svg>')
