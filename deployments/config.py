@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from nanoengine.config import EngineConfig
 
-ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "none"]
+ToolParserName = Literal["auto", "hermes", "llama3", "mistral", "pythonic", "qwen_coder", "none"]
 ReasoningParserName = Literal["auto", "think", "none"]
 
 

@@ -27,7 +27,7 @@ class Reader:
 
     def __init__(self, reading: Reading) -> None:
         tools = reading.tools
-        self._parser: Parser = Verbatim() if tools is None else tools.format.parser(tools.names)
+        self._parser: Parser = Verbatim() if tools is None else tools.format.parser(tools.schemas)
         self._thinker: ThinkParser | None = None
         if reading.opened is not None:
             self._parser = self._thinker = ThinkParser(self._parser, opened=reading.opened)

@@ -23,8 +23,16 @@ CALLS = {
     "hermes": HERMES_CALL,
     "llama3": '{"name": "weather", "parameters": {"city": "Paris"}}',
     "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}',
+    "pythonic": '[weather(city="Paris")]',
+    "qwen_coder": ("<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"),
     "think": f"<think>\nWhere?\n</think>\n\n{HERMES_CALL}",
     "opened": f"Where?\n</think>\n\n{HERMES_CALL}",
+}
+ARGUMENTS = {
+    # of the calls above, and none
+    "pythonic": ('city="Paris"', ""),
+    "qwen_coder": ("<parameter=city>\nParis\n</parameter>\n", ""),
+    **dict.fromkeys(("hermes", "llama3", "mistral", "think", "opened"), ('{"city": "Paris"}', "{}")),
 }
 WEATHER = {
     "name": "weather",
@@ -41,13 +49,15 @@ TEMPLATES = {
     "hermes": "{# <tool_call> #}" + _TURNS,
     "llama3": "{# <|python_tag|> #}" + _TURNS,
     "mistral": "{# [TOOL_CALLS] [ARGS] #}" + _TURNS,
+    "pythonic": "{# [func_name1(params_name1=params_value1), func_name2(params)] #}" + _TURNS,
+    "qwen_coder": "{# <tool_call>\n<function= #}" + _TURNS,
     "think": "{# <tool_call> </think> #}"
     + _TURNS
     + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}",
     "opened": "{# <tool_call> </think> #}" + _TURNS + "<think>\n",
     "plain": "{%- for m in messages %}{{ m.content }}{% endfor %}",
 }
-SPECIAL = ("<|bos|>", "<|eos|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")  # ids from 256 on
+SPECIAL = ("<|bos|>", "<|eos|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|python_start|>")  # ids from 256 on
 
 
 def tokenizer(kind: str) -> Tokenizer:

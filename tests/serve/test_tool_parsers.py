@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -16,9 +15,61 @@ from deployments.ingress.reasoning import ThinkParser
 from deployments.ingress.tools.hermes import HermesParser
 from deployments.ingress.tools.llama3 import Llama3Parser
 from deployments.ingress.tools.mistral import MistralParser
+from deployments.ingress.tools.pythonic import PythonicParser
+from deployments.ingress.tools.qwen_coder import QwenCoderParser
 
-NAMES = frozenset({"f", "g"})
-New = Callable[[frozenset[str]], Parser]
+F: dict[str, Any] = {
+    "$defs": {"color": {"enum": ["red", "5"]}, "loop": {"$ref": "#/$defs/loop"}},
+    "properties": {
+        "s": {"type": "string"},
+        "n": {"type": "integer"},
+        "b": {"type": ["boolean", "null"]},
+        "o": {"type": "object"},
+        "any": {},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "some": {"anyOf": [{"type": "string"}, {"type": "array"}, {"type": "integer"}]},
+        "color": {"allOf": [{"$ref": "#/$defs/color"}]},
+        "loop": {"$ref": "#/$defs/loop"},
+        "broken": {"type": {"a": 1}, "anyOf": 5, "enum": None},
+    },
+}
+TOOLS: dict[str, dict[str, Any]] = {"f": F, "g": {}}
+New = Callable[[Mapping[str, dict[str, Any]]], Parser]
+
+
+def element(name: str, *arguments: tuple[str, str]) -> str:
+    """A call as Qwen3-Coder writes it."""
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+VALUES = [
+    # as Qwen3-Coder writes it, as which parameter; what it is in JSON
+    ("s", "Paris", '"Paris"'),
+    ("s", "", '""'),
+    ("s", '  two\n\n"lines"\n', '"  two\\n\\n\\"lines\\"\\n"'),
+    ("s", "5", '"5"'),
+    ("s", "a < b </param", '"a < b </param"'),
+    ("n", "5", "5"),
+    ("n", "5.5", '"5.5"'),
+    ("n", "five", '"five"'),
+    ("b", "True", "true"),
+    ("b", "false", "false"),
+    ("b", "None", "null"),
+    ("o", '{"a": [1, "é"]}', '{"a": [1, "é"]}'),
+    ("o", '{"a": NaN', '"{\\"a\\": NaN"'),
+    ("any", "[1]", "[1]"),
+    ("any", "NaN", '"NaN"'),
+    ("any", "one", '"one"'),
+    ("maybe", "null", "null"),
+    ("maybe", "5", '"5"'),
+    ("some", "[1]", "[1]"),
+    ("some", "5.5", '"5.5"'),
+    ("color", "5", '"5"'),
+    ("loop", "5", "5"),
+    ("broken", "x", '"x"'),
+    ("not there", "5", "5"),
+]
 
 CASES: list[tuple[New, str, list[tuple[str, str]]]] = [
     (HermesParser, "  hi \n", [("", "  hi \n")]),
@@ -89,6 +140,68 @@ CASES: list[tuple[New, str, list[tuple[str, str]]]] = [
     (MistralParser, "[TOOL_CALLS][5]", [("", "[5]")]),
     (MistralParser, '[TOOL_CALLS]f[ARGS]{"a', [("f", '{"a')]),
     (MistralParser, "[TOOL_CALLS]f[AR", [("", "f[AR")]),
+    *[
+        (QwenCoderParser, element("f", (key, written)), [("f", f'{{"{key}": {value}}}')])
+        for key, written, value in VALUES
+    ],
+    (
+        QwenCoderParser,
+        "Let me.\n" + element("f", ("s", "x"), ("n", "1")) + "\n" + element("g") + "\n",
+        [("", "Let me."), ("f", '{"s": "x", "n": 1}'), ("g", "{}")],
+    ),
+    (QwenCoderParser, element("unknown", ("a", "b")), [("unknown", '{"a": "b"}')]),
+    # marks and line breaks that are missing
+    (QwenCoderParser, "<tool_call><function=f><parameter=s>x</parameter></function>", [("f", '{"s": "x"}')]),
+    (QwenCoderParser, "<tool_call><function=g></tool_call> so", [("g", "{}"), ("", " so")]),
+    (QwenCoderParser, "<tool_call><function=g>so</tool_call>", [("g", "{}"), ("", "so</tool_call>")]),
+    (QwenCoderParser, "<tool_call><function=g><parameter=>", [("g", "{}"), ("", "<parameter=>")]),
+    (QwenCoderParser, "<tool_call>\n<function=f>\n<parameter=s>\ncut\n<", [("f", '{"s": "cut')]),
+    (QwenCoderParser, "<tool_call>\n<function=f>\n<parameter=n>\n5", [("f", '{"n": ')]),
+    *[
+        (QwenCoderParser, f"a <tool_call>{bad}", [("", f"a <tool_call>{bad}")])
+        for bad in ("", "\n<func", "<function=", "<function=>", "<function=a\nb>", '{"name": "f"}', "<parameter=a>")
+    ],
+    (QwenCoderParser, "<tool_call>oops" + element("g"), [("", "<tool_call>oops"), ("g", "{}")]),
+    (
+        PythonicParser,
+        " [f(s='it\\'s', n=-1.5, b=True, o={'a': None, \"b\": [1, false]}) , g()]\n",
+        [("f", '{"s": "it\'s", "n": -1.5, "b": true, "o": {"a": null, "b": [1, false]}}'), ("g", "{}")],
+    ),
+    *[
+        (PythonicParser, f"[f(x={written})]", [("f", f'{{"x": {value}}}')])
+        for written, value in (
+            ("'a, b) ]'", '"a, b) ]"'),
+            (r"'\x41\u00e9\d\n\ud83d\ude00\ud83d'", '"A\u00e9\\\\d\\n\U0001f600\ufffd"'),
+            ("'two\nlines'", '"two\\nlines"'),
+            ("Paris", '"Paris"'),
+            ("g(1, [2])", '"g(1, [2])"'),
+            ("NaN", '"NaN"'),
+            ("", '""'),
+            ("null", "null"),
+            ("[1, 'a']", '[1, "a"]'),
+        )
+    ],
+    (PythonicParser, "<|python_start|>[unknown(a=1)]", [("unknown", '{"a": 1}')]),
+    (PythonicParser, "So. <|python_start|>[g()]", [("", "So."), ("g", "{}")]),
+    (PythonicParser, "[f(s='cut", [("f", '{"s": ')]),
+    (PythonicParser, "[f(s=1 so)] so", [("f", '{"s": "1 so"}'), ("", " so")]),
+    (PythonicParser, "[f(s=1,)]", [("f", '{"s": 1}')]),
+    (PythonicParser, "[f(s=1, 2)]", [("f", '{"s": 1}'), ("", ", 2)]")]),
+    (PythonicParser, "[g() g()]", [("g", "{}"), ("", " g()]")]),
+    *[
+        (PythonicParser, text, [("", text)])
+        for text in (
+            "[sic] so",
+            "[1, 2]",
+            "[unknown(a=1)]",
+            "[f('Paris')]",
+            "f(s=1)",
+            "I say [f(s=1)]",
+            "[]",
+            "[f(s",
+            " [",
+        )
+    ],
 ]
 
 
@@ -113,10 +226,10 @@ def cuts(text: str) -> Iterable[list[str]]:
 
 @pytest.mark.parametrize(("new", "text", "expected"), CASES)
 def test_formats_at_every_cut(new: New, text: str, expected: list[tuple[str, str]]) -> None:
-    whole = parse(new(NAMES), [text])
+    whole = parse(new(TOOLS), [text])
     assert [(name, text) for _, name, text in whole] == expected
     for pieces in cuts(text):
-        assert parse(new(NAMES), pieces) == whole
+        assert parse(new(TOOLS), pieces) == whole
 
 
 THOUGHTS = [
@@ -144,7 +257,7 @@ def test_calls_after_reasoning(new: New, text: str, expected: list[tuple[str, st
     """A mark within the reasoning is none."""
     thought = f"I could write {text.strip()}"
     for pieces in ([f"<think>{thought}</think>", text], list(f"<think>{thought}</think>{text}")):
-        first, *others = parse(ThinkParser(new(NAMES), opened=False), pieces)
+        first, *others = parse(ThinkParser(new(TOOLS), opened=False), pieces)
         assert first == ("Reasoning", "", thought)
         assert [(name, text) for _, name, text in others] == expected
 
@@ -153,14 +266,18 @@ FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"),
     *('{"name": "f", ', '"arguments": ', '"parameters": ', '{"a": 1}', "{}", "}", "{", "[", "]", '"', "\\", ",", ";"),
     *(":", " ", "\n", "f", "null", "é", "hello ", "<", '{"name": "f", "arguments": {"x": [1, "}"]}}', "\\ud800"),
+    *("<function=f>", "<function=", "</function>", "<parameter=s>", "<parameter=n>", "</parameter>", "</", ">", "'"),
+    *("f(", "g()", "s=", "(", ")", "True", "<|python_start|>"),
 ]
 PARSERS: dict[str, Callable[[], Parser]] = {
-    "hermes": lambda: HermesParser(NAMES),
-    "llama3": lambda: Llama3Parser(NAMES),
-    "mistral": lambda: MistralParser(NAMES),
+    "hermes": lambda: HermesParser(TOOLS),
+    "llama3": lambda: Llama3Parser(TOOLS),
+    "mistral": lambda: MistralParser(TOOLS),
+    "qwen_coder": lambda: QwenCoderParser(TOOLS),
+    "pythonic": lambda: PythonicParser(TOOLS),
     "think": lambda: ThinkParser(Verbatim(), opened=False),
-    "opened": lambda: ThinkParser(HermesParser(NAMES), opened=True),
-    "think+mistral": lambda: ThinkParser(MistralParser(NAMES), opened=False),
+    "opened": lambda: ThinkParser(HermesParser(TOOLS), opened=True),
+    "think+mistral": lambda: ThinkParser(MistralParser(TOOLS), opened=False),
 }
 
 
@@ -177,34 +294,49 @@ def test_any_text_cut_anywhere(name: str, fragments: list[str], data: Any) -> No
     # Nothing is lost but marks, layout, and what a call's object is made of.
     if not any(kind == "Call" for kind, _, _ in whole):
         kept = "".join(text for _, _, text in whole)
-        for mark in ("[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>", *"\n "):
+        for mark in ("[TOOL_CALLS]", "<|python_tag|>", "<|python_start|>", "<think>", "</think>", *"\n "):
             text, kept = text.replace(mark, ""), kept.replace(mark, "")
         assert kept == text
 
 
-HOSTILE = [
-    " " * 200_000,
-    "\n" * 200_000 + "x",
-    "<" * 200_000,
-    "<tool_call>" * 20_000,
-    '<tool_call>{"' * 20_000,
-    '<tool_call>{"name": "f", "arguments": {"a": "' + "\\" * 200_000,
-    '<tool_call>{"name": "f", "id": "' + "x" * 200_000,
-    '<tool_call>{"name": "f", "arguments": ' + "{" * 200_000,
-    "[TOOL_CALLS]" * 20_000,
-    "[TOOL_CALLS]" + "a" * 200_000,
-    "[TOOL_CALLS]" + " " * 200_000,
-    "[TOOL_CALLS][" + "," * 200_000,
-    '{"name": "f", "parameters": {}}' + ";" * 200_000,
-    "<think>" + "\n" * 200_000,
-    "<think>" + "</think" * 30_000,
-]
+HOSTILE: dict[str, list[str]] = {
+    "hermes": [
+        "<" * 200_000,
+        "<tool_call>" * 20_000,
+        '<tool_call>{"' * 20_000,
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "\\" * 200_000,
+        '<tool_call>{"name": "f", "id": "' + "x" * 200_000,
+        '<tool_call>{"name": "f", "arguments": ' + "{" * 200_000,
+    ],
+    "llama3": ['{"name": "f", "parameters": {}}' + ";" * 200_000],
+    "mistral": [
+        "[TOOL_CALLS]" * 20_000,
+        "[TOOL_CALLS]" + "a" * 200_000,
+        "[TOOL_CALLS]" + " " * 200_000,
+        "[TOOL_CALLS][" + "," * 200_000,
+    ],
+    "qwen_coder": [
+        "<tool_call><function=f><parameter=s>" + "\n<" * 100_000,
+        "<tool_call><function=f><parameter=n>" + "[" * 200_000 + "</parameter>",
+        "<tool_call><function=f>" + "<parameter=s>x</parameter>" * 8_000,
+        "<tool_call><function=" * 10_000,
+        "<tool_call>" + " " * 200_000,
+    ],
+    "pythonic": [
+        "[f(s=" + "[" * 200_000 + "'" * 3 + ",)",
+        "[f(s='" + "\\'" * 100_000 + "')",
+        "[f(" + ", " * 100_000 + "s=1)",
+        "[" + " " * 200_000,
+        "<|python_start|>" * 10_000,
+    ],
+    "think": ["<think>" + "\n" * 200_000, "<think>" + "</think" * 30_000],
+}
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=lambda text: json.dumps(text[:50]))
-def test_time_is_linear(text: str) -> None:
+@pytest.mark.parametrize("name", HOSTILE)
+def test_time_is_linear(name: str) -> None:
     """A character at a time, 200,000 of them: seconds if each were copied again with the next."""
-    for new in PARSERS.values():
+    for text in (" " * 200_000, "\n" * 200_000 + "x", *HOSTILE[name]):
         start = time.process_time()
-        parse(new(), text)
-        assert time.process_time() - start < 2
+        parse(PARSERS[name](), text)
+        assert time.process_time() - start < 2, text[:50]

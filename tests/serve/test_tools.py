@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import llguidance
 import openai
 import pytest
@@ -15,7 +16,7 @@ from deployments.ingress.tools.select import select
 from nanoengine.text.chat import ChatTemplate
 from nanoengine.text.detokenizer import Detokenizer
 from nanoengine.text.tokenizer import Tokenizer
-from tests.serve.conversations import CALLS, SPECIAL, TOOLS, Conversation, put_together, tokenizer
+from tests.serve.conversations import ARGUMENTS, CALLS, SPECIAL, TOOLS, Conversation, put_together, tokenizer
 
 USER = {"role": "user", "content": "Paris?"}
 ASKED: dict[str, Any] = {"messages": [USER], "tools": TOOLS}
@@ -218,10 +219,124 @@ async def test_forced_call_is_a_grammar_that_admits_the_models_own_form(kind: st
         assert accepts(service.tokenizer, structured.text, CALLS[kind])
         assert not accepts(service.tokenizer, structured.text, CALLS[kind].replace("city", "town"))
         assert not accepts(service.tokenizer, structured.text, "Sunny.")
-        without = CALLS[kind].replace("weather", "other").replace('{"city": "Paris"}', "{}")
+        without = CALLS[kind].replace("weather", "other").replace(*ARGUMENTS[kind])
         assert accepts(service.tokenizer, structured.text, without) == (choice == "required")
     await service.whole(messages=[USER], tools=TOOLS, tool_choice="auto")
     assert service.engines.calls[-1][1].structured is None
+
+
+SCHEMA = {
+    "$defs": {"Color": {"enum": ["red", "5"]}},
+    "type": "object",
+    "properties": {
+        "color": {"allOf": [{"$ref": "#/$defs/Color"}], "description": "which"},
+        "some": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "count": {"type": "integer", "maximum": 9},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/Color"}},
+        "free": {},
+    },
+    "required": ["color", "count"],
+    "additionalProperties": False,
+}
+# Arguments, and whether they match.
+WRITTEN: list[tuple[dict[str, str], bool]] = [
+    ({"color": "red", "count": "9"}, True),
+    ({"color": "5", "some": "abc", "count": "0", "list": '["red"]', "free": "a\n{"}, True),
+    ({"color": "5", "some": "null", "count": "0", "free": ""}, True),
+    ({"color": "blue", "count": "9"}, False),
+    ({"color": "red", "count": "10"}, False),
+    ({"color": "red", "count": "nine"}, False),
+    ({"color": "red"}, False),
+    ({"count": "9"}, False),
+    ({"count": "9", "color": "red"}, False),  # in the order of the schema
+    ({"color": "red", "some": "abcd", "count": "9"}, False),
+    ({"color": "red", "count": "9", "list": '["blue"]'}, False),
+    ({"color": "red", "count": "9", "more": "1"}, False),
+]
+
+
+@pytest.mark.parametrize(("arguments", "match"), WRITTEN)
+async def test_arguments_without_quotes_keep_to_their_schema(arguments: dict[str, str], match: bool) -> None:
+    """Qwen3-Coder writes strings bare; what is read of them is what the schema says."""
+    service = Conversation("qwen_coder")
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    call = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
+    service.says(call)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    answer = await service.whole(messages=[USER], tools=tools, tool_choice="required")
+    structured = service.engines.calls[-1][1].structured
+    assert structured is not None
+    assert accepts(service.tokenizer, structured.text, call) is match
+    read = json.loads(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])
+    assert jsonschema.Draft202012Validator(SCHEMA).is_valid(read) is (match or [*arguments] == ["count", "color"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ("color='red', count=9", False),
+        ('color="red", count=9', True),
+        ('color="red", some=null, count=9, free={"a": 1}', True),
+        ('color="red"', False),
+        ('count=9, color="red"', False),
+        ('color="red", count=9,', False),
+    ],
+)
+async def test_arguments_of_python_keep_to_their_schema(arguments: str, match: bool) -> None:
+    service = Conversation("pythonic")
+    service.says("[f(a=1)]")
+    for required in (["color", "count"], []):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA | {"required": required}}}]
+        await service.whole(messages=[USER], tools=tools, tool_choice="required")
+        structured = service.engines.calls[-1][1].structured
+        assert structured is not None
+        fits = match or (not required and arguments == 'color="red"')
+        assert accepts(service.tokenizer, structured.text, f"[f({arguments})]") is fits
+    for call in ("[f()]", "[f(list=[])]", '[f(some="a", free=1), f(count=1)]'):
+        assert accepts(service.tokenizer, structured.text, call)
+
+
+BARE = [
+    # what arguments without quotes, or written one by one, cannot be held to
+    ({"type": "string", "pattern": "a"}, "pattern"),
+    ({"type": "string", "minLength": "1} | /x/"}, "minLength"),
+    ({"type": ["string", "array"], "items": {"type": "integer"}}, "items"),
+    ({"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 3}]}, "maximum"),
+    ({"enum": 5}, "enum"),
+    ({"type": "string", "enum": [5]}, "no value"),
+    ({"anyOf": [{"$ref": "#/$defs/a0"}]}, "alternatives"),
+]
+
+
+@pytest.mark.parametrize(("schema", "says"), BARE)
+async def test_what_bare_arguments_cannot_be_held_to_is_a_400(schema: dict[str, Any], says: str) -> None:
+    many = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 100} for i in range(9)}
+    parameters = {"properties": {"x": schema}, "$defs": many}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    response = await Conversation("qwen_coder").post(messages=[USER], tools=tools, tool_choice="required")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+    assert says in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["qwen_coder", "pythonic"])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "array"}, {"anyOf": [{"required": ["a"]}]}, {"required": ["a"]}, {"properties": [1]},
+        {"properties": {"a\nb": {}}}, {"minProperties": 1}, {"properties": {"a": False}, "required": ["a"]},
+    ],
+)  # fmt: skip
+async def test_what_is_not_written_argument_by_argument_is_a_400(kind: str, parameters: dict[str, Any]) -> None:
+    service = Conversation(kind)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    response = await service.post(messages=[USER], tools=tools, tool_choice="required")
+    if response.status_code == 200:  # the engine finds that one
+        assert parameters.get("properties") == {"a": False}
+    else:
+        assert response.json()["error"]["param"] == "tools"
+    service.says("hi")
+    assert (await service.whole(messages=[USER], tools=tools))["choices"][0]["message"]["content"] == "hi"
 
 
 async def test_a_schema_that_cannot_be_kept_is_a_400() -> None:
@@ -293,10 +408,10 @@ async def test_marks_survive_detokenisation_and_other_special_tokens_do_not() ->
 @pytest.mark.parametrize(
     ("configured", "kind", "expected"),
     [
-        *[("auto", kind, name) for kind, name in (("hermes", "hermes"), ("llama3", "llama3"), ("mistral", "mistral"))],
+        *[("auto", name, name) for name in ("hermes", "llama3", "mistral", "pythonic", "qwen_coder")],
         ("auto", "think", "hermes"),
         ("auto", "plain", None),
-        ("mistral", "hermes", "mistral"),
+        *[(name, "plain", name) for name in ("llama3", "mistral", "pythonic", "qwen_coder")],
         ("none", "hermes", None),
         ("hermes", "plain", "hermes"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class ToolFormat:
 
     name: str
     special: tuple[str, ...]  # marks that some tokenizers have as special tokens: they have to be in the text
-    parser: Callable[[frozenset[str]], Parser]  # of the names of the tools
+    parser: Callable[[Mapping[str, dict[str, Any]]], Parser]  # of the tools' schemas by their names
     grammar: Callable[[Sequence[Function], bool, Terminal], str]
     """The rule ``calls`` in Lark, as llguidance reads it: one call of these functions, or several. The last argument
     gives a mark as a terminal of Lark."""

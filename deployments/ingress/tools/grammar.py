@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deployments.ingress import reasoning
-from nanoengine.structured.json_schema import prepared
+from nanoengine.structured.json_schema import SchemaError, prepared
 
 if TYPE_CHECKING:
     from deployments.ingress.tools.format import Function
@@ -38,6 +38,35 @@ def one_of(rule: str, heads: Sequence[str], tail: str, functions: Sequence[Funct
     """``rule``: one of ``heads``, the arguments of its function, and ``tail``."""
     calls = " | ".join(f"{head} {rule}_{i} {tail}" for i, head in enumerate(heads))
     return f"{rule}: {calls}\n" + "".join(json_rule(f"{rule}_{i}", f.schema) for i, f in enumerate(functions))
+
+
+class Parameter(NamedTuple):
+    """One argument of a function, for formats that write each by itself."""
+
+    name: str
+    schema: dict[str, Any]  # with the definitions that its references need
+    required: bool
+
+
+_ABOUT = frozenset({"title", "description", "$schema", "$comment", "strict"})  # say nothing of what an object holds
+
+
+def parameters(schema: dict[str, Any]) -> list[Parameter]:
+    """What a function takes, in the order of its schema. Raises ``SchemaError`` where its parts are not independent."""
+    named: dict[str, Any] = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    others = schema.keys() - _ABOUT - named.keys() - {"type", "properties", "required", "additionalProperties"}
+    if others or schema["type"] != "object" or not isinstance(properties, dict) or not isinstance(required, list):
+        raise SchemaError(
+            "cannot be kept by a model that writes each argument by itself: beside properties and required it has "
+            f"{', '.join(sorted(others)) or 'what is no object'}"
+        )
+    if missing := [name for name in required if name not in properties]:
+        raise SchemaError(f"requires {missing[0]!r}, which is not among its properties")
+    return [
+        Parameter(name, named | value if isinstance(value, dict) else {"allOf": [value]}, name in required)
+        for name, value in properties.items()
+    ]
 
 
 def whole(bodies: Sequence[tuple[str, str]], terminal: Terminal, *, opened: bool | None) -> str:

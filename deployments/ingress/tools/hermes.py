@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from deployments.ingress.parts import Part
 from deployments.ingress.tools.call import CallObject
 from deployments.ingress.tools.format import Function, ToolFormat, call_id
 from deployments.ingress.tools.grammar import Terminal, either
-from deployments.ingress.tools.parser import CallParser
+from deployments.ingress.tools.parser import CallParser, OpenCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _AFTER = " \t\r\n}"  # layout after the object: a bracket too many is a common slip
@@ -20,7 +21,7 @@ class HermesParser(CallParser):
 
     after_call = "after"
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, tools: Mapping[str, dict[str, Any]]) -> None:
         super().__init__(OPEN, "text")
         self._after: list[str] = []  # layout after the object
         self._tail = ""  # the beginning of a mark after it
@@ -30,12 +31,15 @@ class HermesParser(CallParser):
             case "text":
                 rest = self._words(text, parts)
                 if rest is not None:
-                    self._object, self._state = CallObject(self._calls, call_id()), "object"
+                    self._object, self._state = self._new_call(), "object"
                 return rest
             case "object":
                 return self._call(text, parts)
             case _:
                 return self._close(text)
+
+    def _new_call(self) -> OpenCall:
+        return CallObject(self._calls, call_id())
 
     def _take_opening(self) -> str:
         return self._until.dropped + OPEN

@@ -3,7 +3,8 @@ several of them with semicolons between."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from deployments.ingress.parts import Part
 from deployments.ingress.tools.call import CallObject
@@ -21,9 +22,9 @@ class Llama3Parser(CallParser):
 
     after_call = "between"
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, tools: Mapping[str, dict[str, Any]]) -> None:
         super().__init__(TAG, "between")
-        self._names = names
+        self._names = tools.keys()
         self._between: list[str] = []  # white space at the start, or what stands between calls
         self._separated = False  # a semicolon is among it
         self._tagged = False

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from deployments.ingress.parts import Arguments, Call, Part
 from deployments.ingress.tools.call import CallObject, Value
@@ -25,7 +26,7 @@ class MistralParser(CallParser):
 
     after_call = "array"
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, tools: Mapping[str, dict[str, Any]]) -> None:
         super().__init__(MARK, "text")
         self._head = ""  # what followed the mark so far
         self._value = Value("{")  # arguments that go out

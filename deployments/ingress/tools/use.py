@@ -24,7 +24,7 @@ class ToolUse:
 
     format: ToolFormat
     for_template: list[dict[str, Any]]
-    names: frozenset[str]
+    schemas: dict[str, dict[str, Any]]  # of all tools, by their names
     functions: tuple[Function, ...]  # that may be called
     forced: bool  # the answer is a call
     parallel: bool  # more than one call is allowed
@@ -59,7 +59,7 @@ class ToolUse:
         functions = {tool.function.name: Function(tool.function.name, _schema(tool)) for tool in tools}
         if len(functions) < len(tools):
             raise bad_request("tools must have different names", "tools")
-        names = frozenset(functions)
+        schemas = {function.name: function.schema for function in functions.values()}
         if isinstance(choice, NamedTool):
             name = choice.function.name
             if name not in functions:
@@ -68,7 +68,7 @@ class ToolUse:
         return cls(
             format=dialect.tools,
             for_template=[tool.model_dump(exclude_none=True) for tool in tools],
-            names=names,
+            schemas=schemas,
             functions=tuple(functions.values()),
             forced=choice == "required" or isinstance(choice, NamedTool),
             # A named function is called once: OpenAI's own API does not call it twice either.
