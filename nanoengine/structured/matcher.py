@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
@@ -14,11 +14,18 @@ from llguidance.gbnf_to_lark import any_to_lark
 from nanoengine.structured.grammar import Grammar
 from nanoengine.structured.json_schema import SchemaError, prepared
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 _MAX_DETAIL = 400  # characters of the library's explanation
 
 # A model that may put any amount of space between two tokens of JSON can do so for ever, and does at times. This lets
 # it write one space or an indented line, as models do, and no more.
-_WHITESPACE = r"( |\n {0,40})?"
+# "lenient" is a switch that a schema could set itself, to have keywords ignored.
+_OPTIONS: JsonCompileOptions = {"lenient": False, "whitespace_pattern": r"( |\n {0,40})?"}
+
+_LARK = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|%json\b\s*')
+"""What has to be told apart to find the schemas in a grammar: strings, regular expressions, comments."""
 
 
 class GrammarError(Exception):
@@ -103,7 +110,9 @@ def source(grammar: Grammar) -> str:
             return llguidance.LLMatcher.grammar_from_regex("|".join(map(_literal, json.loads(grammar.text))))
         case "grammar":
             try:
-                return llguidance.LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
+                return llguidance.LLMatcher.grammar_from_lark(_with_schemas(any_to_lark(grammar.text)))
+            except SchemaError as error:
+                raise GrammarError(f"has a schema that {error}") from None
             except (Exception, RecursionError) as error:
                 raise GrammarError(f"is not valid: {_short(str(error))}") from None
         case "json_object":
@@ -114,10 +123,21 @@ def source(grammar: Grammar) -> str:
                 schema = prepared(schema)
             except SchemaError as error:
                 raise GrammarError(str(error)) from None
-    # "lenient" is a switch that a schema could set itself, to have keywords ignored.
-    return llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"lenient": False, "whitespace_pattern": _WHITESPACE}
-    )
+    return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
+
+
+def _with_schemas(lark: str) -> str:
+    """A grammar whose schemas (``%json {...}``) are what they are outside of one. Raises ``SchemaError``."""
+    pieces, at = [], 0
+    while found := _LARK.search(lark, at):
+        pieces.append(lark[at : found.end()])
+        at = found.end()
+        if found[0].startswith("%json"):
+            schema, at = json.JSONDecoder().raw_decode(lark, at)
+            if not isinstance(schema, (dict, bool)):
+                raise SchemaError("must be an object, true or false")
+            pieces.append(json.dumps(prepared(schema) | {"x-guidance": _OPTIONS}))
+    return "".join(pieces) + lark[at:]
 
 
 def _limits() -> llguidance.LLParserLimits:

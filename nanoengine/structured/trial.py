@@ -1,10 +1,10 @@
 """Trial: a grammar is compiled in a process of its own before it is compiled here, where it could not be stopped.
 
-The library bounds most of what grows with a grammar, not all: the remainders of a ``multipleOf`` within a grammar, or a
-regular expression of 40,000 times ``a?``, take hours and all memory there is, a chain of rules takes the stack, and
-nothing ends a thread. A process ends: here after ``SECONDS`` of its CPU, or at ``MEMORY``. What it survives, the engine
-does too, as it is the same work over again. That costs a second compilation (a millisecond for an ordinary schema), a
-quarter of a second for the first, and some 100 MB for the process, which only engines have that get grammars.
+The library bounds most of what grows with a grammar, not all: a regular expression of 40,000 times ``a?`` takes hours
+and all memory there is, a chain of rules takes the stack, and nothing ends a thread. A process ends: here after
+``SECONDS`` of its CPU, or at ``MEMORY``. What it survives, the engine does too, as it is the same work over again. That
+costs a second compilation (a millisecond for an ordinary schema), a quarter of a second for the first, and some 100 MB
+for the process, which only engines have that get grammars.
 
 ``python -m nanoengine.structured.trial FD`` is that process, FD one end of ``Trial``'s socket pair.
 """

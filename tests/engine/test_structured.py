@@ -164,6 +164,12 @@ def test_a_schema_cannot_make_itself_lenient(byte_level: Compiler) -> None:
         (Grammar("grammar", "start: nothing"), "nothing"),
         (Grammar("grammar", "root ::= (" * 3000), ""),
         (Grammar("grammar", "start: start"), "no text matches"),
+        *((Grammar("grammar", f"start: a\na: %json {text}"), message) for text, message in {
+            '{"x-guidance": {"lenient": true}, "type": "array", "uniqueItems": true}': "uniqueItems",
+            '{"type": "integer", "multipleOf": 999983} "x"': "has a schema that is too large",
+            '{"type": "integer", "minimum": 0, "exclusiveMinimum": true}': "draft 4",
+            "[1]": "has a schema that must be an object", '{"a"': "is not valid", '{"items":' * 5000: "is not valid",
+        }.items()),
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_refused_in_time(byte_level: Compiler, grammar: Grammar, message: str) -> None:
@@ -192,6 +198,22 @@ def chain(length: int, link: Callable[[Any], Any]) -> dict[str, Any]:
 def test_long_chains_of_rules_do_not_overflow_a_stack(byte_level: Compiler, grammar: Grammar) -> None:
     """An overflow would end the process, and with it every request: this test would not fail, but be the last."""
     assert Walk(byte_level, SamplingParams(structured=grammar), trained("byte_level")).allowed()
+
+
+def test_a_schema_within_a_grammar_is_what_it_is_without(byte_level: Compiler) -> None:
+    """Also where the same words stand in a string, a regular expression or a comment before it."""
+    pattern, rng = r'^[^\\"]{1,3}$', random.Random(4)
+    closed = {"type": "object", "required": ["a"], "additionalProperties": False}
+    value = json.dumps(closed | {"properties": {"a": {"type": "string", "pattern": pattern}}})
+    text = f'start: HEAD "%json {{}}" a  // %json {{\n# %json {{\nHEAD: /\\/"%json [{{]/\na: %json {value} "."\n'
+    for _ in range(100):
+        answer = walk(byte_level, "byte_level", rng, Grammar("grammar", text))
+        head, tail = '/"%json {%json {}', "."
+        assert answer.startswith(head)
+        assert answer.endswith(tail)
+        body = answer[len(head) : -len(tail)]
+        assert re.search(pattern, json.loads(body)["a"]), body
+        assert not re.search(r"\s{42}", body), "space without end"
 
 
 @pytest.mark.parametrize(
@@ -424,7 +446,7 @@ def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatc
 
 LONG = (
     Grammar("regex", "a?" * 30_000),  # quadratic time and memory
-    Grammar("grammar", 'start: %json {"type": "integer", "multipleOf": 99999989}'),  # as many states
+    Grammar("grammar", f"start: /{'a?' * 30_000}/"),
 )
 
 

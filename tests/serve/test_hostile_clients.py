@@ -137,6 +137,7 @@ def test_too_many_tools_are_a_400_everywhere(server: Server) -> None:
 def bombs() -> Iterator[dict[str, Any]]:
     """What would take for ever, or all memory, or was made to; or merely a lot."""
     yield {"guided_regex": "a?" * 30_000}
+    yield {"guided_grammar": f"start: /{'a?' * 30_000}/"}
     yield {"guided_grammar": 'start: %json {"type": "integer", "multipleOf": 99999989}'}
     yield {"guided_grammar": 'start: s\ns: s s s | s s | "a" |'}
     yield {"guided_regex": "(((a{1,1000}){1,1000}){1,1000})"}

@@ -339,17 +339,15 @@ async def test_what_is_not_written_argument_by_argument_is_a_400(kind: str, para
     assert (await service.whole(messages=[USER], tools=tools))["choices"][0]["message"]["content"] == "hi"
 
 
-async def test_a_schema_that_cannot_be_kept_is_a_400() -> None:
+async def test_a_schema_that_is_nested_too_deep_is_a_400() -> None:
     service = Conversation("hermes")
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(100):
         deep = {"type": "object", "properties": {"a": deep}}
-    many = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 10**7 + 19}}}
-    for schema in (deep, many):
-        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        response = await service.post(messages=[USER], tools=tools, tool_choice="required")
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "tools"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    response = await service.post(messages=[USER], tools=tools, tool_choice="required")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
 
 
 async def test_words_with_a_schema_beside_tools_and_after_reasoning() -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deployments.ingress import reasoning
-from nanoengine.structured.json_schema import SchemaError, prepared
 
 if TYPE_CHECKING:
     from deployments.ingress.tools.format import Function
@@ -18,14 +17,14 @@ if TYPE_CHECKING:
 Terminal = Callable[[str], str]
 """A mark as a terminal of Lark: its text, or its token where that is a special one, which no text matches."""
 
-# A model that may put any amount of space between two tokens of JSON can do so for ever. "lenient" would let a schema
-# have its own keywords ignored. Both are set here because a schema could set them for itself.
-_JSON = {"x-guidance": {"lenient": False, "whitespace_pattern": r"( |\n {0,40})?"}}
+
+class SchemaError(Exception):
+    """Why arguments cannot be held to a schema, as the end of a sentence."""
 
 
-def json_rule(rule: str, schema: dict[str, Any]) -> str:
-    """``rule``: JSON that matches a schema. Raises ``SchemaError``."""
-    return f"{rule}: %json {json.dumps(prepared(schema) | _JSON)}\n"
+def json_rule(rule: str, schema: dict[str, Any] | bool) -> str:
+    """``rule``: JSON that matches a schema."""
+    return f"{rule}: %json {json.dumps(schema)}\n"
 
 
 def either(rule: str, arguments: str, functions: Sequence[Function]) -> str:

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from deployments.ingress.parts import Arguments, Call, Part
 from deployments.ingress.tools.format import Function, ToolFormat, call_id
-from deployments.ingress.tools.grammar import Terminal, json_rule, parameters
+from deployments.ingress.tools.grammar import SchemaError, Terminal, json_rule, parameters
 from deployments.ingress.tools.parser import CallParser
-from nanoengine.structured.json_schema import SchemaError
 
 MARK = "<|python_start|>"  # what closes it is a special token, and never text
 

@@ -21,9 +21,8 @@ from typing import Any
 
 from deployments.ingress.parts import Arguments, Call, Part, Until
 from deployments.ingress.tools.format import Function, ToolFormat, call_id
-from deployments.ingress.tools.grammar import Parameter, Terminal, json_rule, parameters
+from deployments.ingress.tools.grammar import Parameter, SchemaError, Terminal, json_rule, parameters
 from deployments.ingress.tools.hermes import CLOSE, OPEN, HermesParser
-from nanoengine.structured.json_schema import SchemaError
 
 _FUNCTION, _PARAMETER, _END_VALUE, _END = "<function=", "<parameter=", "</parameter>", "</function>"
 _MAX_HEAD = 512  # characters of a mark with a name in it, and of layout before it

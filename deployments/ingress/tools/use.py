@@ -13,7 +13,6 @@ from deployments.ingress.protocol import NamedTool, Tool, ToolChoice
 from deployments.ingress.tools import grammar
 from deployments.ingress.tools.format import Function, ToolFormat
 from nanoengine.structured.grammar import Grammar
-from nanoengine.structured.json_schema import SchemaError
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -104,7 +103,7 @@ def constraint(
         bodies = [] if structured is None else [("answer", _answer(structured))]
         if tools is not None:
             bodies.append(("calls", tools.format.grammar(tools.functions, tools.parallel, dialect.terminal)))
-    except SchemaError as error:
+    except grammar.SchemaError as error:
         raise bad_request(f"{field}: a schema {error}", field.split(".")[0], "invalid_grammar") from None
     return Grammar("grammar", grammar.whole(bodies, dialect.terminal, opened=opened), field)
 
@@ -114,8 +113,7 @@ def _answer(structured: Grammar) -> str:
         case "json_object":
             return grammar.json_rule("answer", {"type": "object"})
         case "json_schema":
-            schema = json.loads(structured.text)
-            return grammar.json_rule("answer", schema if isinstance(schema, dict) else {"allOf": [schema]})
+            return grammar.json_rule("answer", json.loads(structured.text))
         case "choice":
             words = (json.dumps(word, ensure_ascii=False) for word in json.loads(structured.text))
             return f"answer: {' | '.join(words)}\n"
