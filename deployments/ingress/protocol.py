@@ -202,15 +202,23 @@ class Request(StructuredFields):
 
 
 class Message(BaseModel):
-    """One turn. All that is not the role goes to the chat template's renderer, which knows what the model reads."""
+    """One turn. All that is not the role goes to the chat template's renderer, which knows what the model reads.
+
+    It checks content and tool calls. What else is known to be text is checked here: a template would print the number.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message without its nulls, ``developer`` under the older name that templates know."""
-        message = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        message = {name: value for name, value in self if value is not None and name != "role"}
         if "reasoning" in message:  # the other of the two names that answers have it under; templates know the first
             message.setdefault("reasoning_content", message.pop("reasoning"))
         return {"role": "system" if self.role == "developer" else self.role} | message

@@ -241,6 +241,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """A tool call with its arguments as an object: the API has them as JSON text, most templates apply ``tojson``."""
     try:
         function = dict(call["function"])
+        if not isinstance(function["name"], str) or not isinstance(call.get("id") or "", str):
+            raise TypeError("name and id are strings")
         arguments = function.get("arguments") or {}
         function["arguments"] = arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         if isinstance(arguments, dict):

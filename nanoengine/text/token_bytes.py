@@ -82,7 +82,10 @@ class TokenBytes(dict[int, bytes]):
                     )
 
     def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = result = self._bytes(self._token_of(token_id) or "")
+        token = self._token_of(token_id)
+        if token is None:  # not kept: there is no end of such ids
+            return b""
+        self[token_id] = result = self._bytes(token)
         return result
 
     def first(self, token_id: int) -> bytes:

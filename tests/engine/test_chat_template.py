@@ -180,8 +180,15 @@ def test_tool_calls():
         broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": bad}}]}
         with pytest.raises(InvalidRequestError, match=r"messages\[1\].*valid JSON"):
             ours(CHATML).render([USER, broken])
-    with pytest.raises(InvalidRequestError, match="tool call"):
-        ours(CHATML).render([{"role": "assistant", "tool_calls": ["f"]}])
+    for call in (
+        "f",
+        {"function": {"name": 5}},
+        {"function": {}},
+        {"function": "f"},
+        {"id": 5, "function": {"name": "f"}},
+    ):
+        with pytest.raises(InvalidRequestError, match="tool call"):
+            ours(CHATML).render([{"role": "assistant", "tool_calls": [call]}])
 
 
 def test_empty_lists_are_none():

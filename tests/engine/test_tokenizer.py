@@ -410,6 +410,8 @@ def test_every_token_s_bytes_give_the_library_s_text(kind):
         whole = tokenizer._backend.decode([anchor, token_id, anchor], skip_special_tokens=False)
         assert "e" + tokenizer.token_bytes(token_id).decode("utf-8", "replace") + "e" == whole
     assert tokenizer.token_bytes(tokenizer.vocab_size + 10) == b""
+    assert tokenizer.decode(range(tokenizer.vocab_size, tokenizer.vocab_size + 1000)) == ""
+    assert len(tokenizer._bytes) <= tokenizer.vocab_size, "ids without a token have no end, and are not kept"
 
 
 @pytest.mark.parametrize("kind", sorted(BACKENDS))

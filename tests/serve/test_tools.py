@@ -200,6 +200,22 @@ async def test_bad_tools(body: dict[str, Any], param: str, says: str) -> None:
     assert says in error["message"]
 
 
+@pytest.mark.parametrize("wrong", [5, ["a"], {"a": "b"}, True])
+async def test_fields_of_a_message_that_are_no_text(wrong: Any) -> None:
+    service = Conversation("hermes")
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for role, field in (
+        *(("user", "name"), ("tool", "tool_call_id")),
+        *(("assistant", name) for name in ("name", "refusal", "reasoning", "reasoning_content")),
+    ):
+        bad = await service.post(messages=[USER, {"role": role, "content": "a", field: wrong}])
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "messages")
+        assert f"messages[1].{field}" in bad.json()["error"]["message"]
+    for broken in (call | {"id": wrong}, call | {"function": {"name": wrong, "arguments": "{}"}}):
+        bad = await service.post(messages=[USER, {"role": "assistant", "tool_calls": [broken]}])
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "messages")
+
+
 async def test_a_model_without_tools_says_so() -> None:
     response = await Conversation("plain").post(**ASKED)
     assert response.status_code == 400
