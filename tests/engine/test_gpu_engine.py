@@ -211,6 +211,68 @@ def test_many_rows_of_one_long_prefix(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_pad_a_graph_write_nowhere(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case C22: a step changes the cache where its rows are and nowhere else, and no token comes of blocks that are
+    nobody's: they hold NaN."""
+    folder = write_tiny_model(tmp_path, "qwen3")
+    blocks, size = 40, 4
+    settings = {"dtype": dtype, "block_size": size, "max_num_seqs": 8, "num_blocks": blocks, "watermark": 0.0}
+    settings |= {"enable_prefix_caching": False, "overlap": False}
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCAB, 3 + i % 4).tolist() for i in range(15)]
+    # 3, then 5, then 7 at once, and less as they finish one by one
+    params = [SamplingParams(temperature=0, max_tokens=8 + i % 7, ignore_eos=True) for i in range(15)]
+    groups = [slice(0, 3), slice(3, 8), slice(8, 15)]
+
+    def answers(engine: Engine) -> list[list[int]]:
+        return [a for g in groups for a in generate(engine, prompts[g], params[g], first_key=g.start)[0]]
+
+    engine = build(folder, **settings)
+    runner: Any = engine._runner
+    runner.capture([1, 2, 4, 8])
+    layers = [*runner._cache.keys, *runner._cache.values]
+    launch, owned, padded, ever = runner.launch, set[int](), set[int](), set[int]()
+
+    def checked(step: Any) -> Any:
+        rows = [
+            (table[: -(-(start + count) // size)].tolist(), range(start, start + count))
+            for table, start, count in zip(step.block_table, step.starts.tolist(), step.counts.tolist(), strict=True)
+        ]
+        mine = {block for table, _ in rows for block in table}
+        for layer in layers:
+            layer[sorted(mine - owned)] = 7.0  # a block's own stale values are masked, and have to be finite
+            layer[sorted(set(range(blocks)) - mine)] = torch.nan
+        owned.clear()
+        owned.update(mine)
+        ever.update(mine)
+        before = [layer.clone() for layer in layers]
+        pending = launch(step)
+        torch.cuda.synchronize()
+        written = torch.zeros(blocks, size, dtype=torch.bool)
+        for table, positions in rows:
+            for position in positions:
+                written[table[position // size], position % size] = True
+        for layer, old in zip(layers, before, strict=True):
+            same = ((layer == old) | (layer.isnan() & old.isnan())).flatten(2).all(2).cpu()
+            assert bool((same | written).all()), "a step wrote beside its rows"
+        if step.num_decodes == len(rows):
+            padded.add(len(rows))
+        return pending
+
+    monkeypatch.setattr(runner, "launch", checked)
+    found = answers(engine)
+    assert padded >= {3, 5, 6, 7}
+    assert {0, blocks - 1} <= ever, "the first and the last block have to be somebody's"
+    assert found == answers(build(folder, **settings, cuda_graphs=False))
+    alone = build(folder, **settings)
+    if dtype == "float32":
+        assert found == [
+            generate(alone, [prompt], [each], first_key=i)[0][0]
+            for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        ]
+
+
 def random_requests(rng: Random, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     shared = [[rng.randrange(3, VOCAB) for _ in range(80)] for _ in range(3)]
     prompts, params = [], []

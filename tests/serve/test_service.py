@@ -306,6 +306,20 @@ def test_request_ids_are_echoed_once_and_are_no_keys(http: httpx.Client) -> None
     assert len(http.get("/health").headers.get_list("x-request-id")) == 1
 
 
+def test_a_request_id_brings_in_no_header(http: httpx.Client) -> None:
+    """Case A32, of the header: its percents stay percents, and a line break ends it."""
+    for strange in ("a%0d%0ax-evil: 1", "a%0ax-evil: 1", "x" * 8000):
+        answer = http.get("/v1/models", headers={"x-request-id": strange})
+        assert answer.status_code == 200
+        assert answer.headers.get_list("x-request-id") == [strange]
+        assert "x-evil" not in answer.headers
+    with socket.create_connection((http.base_url.host, http.base_url.port or 80), 10) as raw:
+        raw.sendall(b"GET /v1/models HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx-request-id: a\r\nx-evil: 1\r\n\r\n")
+        head = raw.makefile("rb").read().split(b"\r\n\r\n")[0].lower()
+    assert b"x-request-id: a" in head.split(b"\r\n")
+    assert b"x-evil" not in head
+
+
 # -- leaving ---------------------------------------------------------------------------------------------------------
 
 

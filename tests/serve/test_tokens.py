@@ -47,7 +47,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": "a"}, "tokens"),
     ("/detokenize", {"tokens": [1.5]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
-    ("/detokenize", {"tokens": [0, 261]}, "tokens"),
+    ("/detokenize", {"tokens": [0, 262]}, "tokens"),
     ("/detokenize", {"tokens": [2**70]}, "tokens"),
 ]
 

@@ -27,13 +27,14 @@ class Run:
         self.prompts: list[list[int]] = []
         self.tokens: list[list[int]] = []
         self.logprobs: list[list[TokenLogprob]] = []
+        self.scores: dict[int, list[float]] = {}  # log-probabilities of prompts, from the second token on
         self.reasons: dict[int, str] = {}
         self.cached: dict[int, int] = {}
         self.steps = 0
 
-    def add(self, prompt: list[int], params: SamplingParams) -> int:
+    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> int:
         number = len(self.prompts)
-        self.engine.add(number, np.array(prompt, np.int32), params)
+        self.engine.add(number, np.array(prompt, np.int32), params, priority=priority)
         self.prompts.append(prompt)
         self.tokens.append([])
         self.logprobs.append([])
@@ -49,6 +50,8 @@ class Run:
                 self.tokens[key].append(token)
                 if index in output.logprobs:
                     self.logprobs[key].append(output.logprobs[index])
+            for key, found in output.scores:
+                self.scores.setdefault(key, []).extend(np.frombuffer(found.logprobs, np.float32).tolist())
             self.reasons |= {end.key: end.reason for end in output.finished}
         return output
 

@@ -59,15 +59,25 @@ def synthetic(**settings: Any) -> Run:
     return Run("synthetic", synthetic={"step_seconds": 0, "max_model_len": 2048}, **BUSY | settings)
 
 
-def test_a_long_prompt_and_those_beside_it() -> None:
+POLICIES = [
+    # of the engine; priorities of the long prompt and of the short ones
+    ({}, 0, 0),
+    ({"scheduling_policy": "priority"}, 0, 0),
+    ({"scheduling_policy": "priority"}, 1, 0),
+    ({"scheduling_policy": "priority"}, 0, 1),
+]
+
+
+@pytest.mark.parametrize(("policy", "long", "short"), POLICIES)
+def test_a_long_prompt_and_those_beside_it(policy: dict[str, Any], long: int, short: int) -> None:
     """Case C16, in steps: one that decodes has a token in each, and a short prompt does not wait for the long one."""
-    run = synthetic()
+    run = synthetic(**policy)
     a = run.add(tokens(4), greedy(200))
     run.until(a, 2)
-    b = run.add(tokens(64 * CHUNK, 1), greedy(1))
+    b = run.add(tokens(64 * CHUNK, 1), greedy(1), long)
     run.step()
     had, begin = len(run.tokens[a]), run.steps
-    c = run.add(tokens(3, 2), greedy(4))
+    c = run.add(tokens(3, 2), greedy(4), short)
     assert run.until(c, 1) <= 2
     run.until(c, 4)
     assert not run.tokens[b]
@@ -77,14 +87,15 @@ def test_a_long_prompt_and_those_beside_it() -> None:
     run.until_idle()
 
 
-def test_short_prompts_do_not_hold_up_a_long_one() -> None:
+@pytest.mark.parametrize(("policy", "long", "short"), POLICIES)
+def test_short_prompts_do_not_hold_up_a_long_one(policy: dict[str, Any], long: int, short: int) -> None:
     """Case C16: under a steady flow of short ones it takes less than twice its time alone."""
-    alone = synthetic()
+    alone = synthetic(**policy)
     time_alone = alone.until(alone.add(tokens(64 * CHUNK, 1), greedy(1)), 1)
-    run = synthetic()
-    b, steps = run.add(tokens(64 * CHUNK, 1), greedy(1)), 0
+    run = synthetic(**policy)
+    b, steps = run.add(tokens(64 * CHUNK, 1), greedy(1), long), 0
     while not run.tokens[b]:
-        run.add(tokens(4, 100 + steps), greedy(3))
+        run.add(tokens(4, 100 + steps), greedy(3), short)
         run.step()
         steps += 1
     assert steps < 2 * time_alone
@@ -117,24 +128,42 @@ def test_a_request_says_the_same_alone_and_in_company(folder: Path, reference: R
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_types_on_a_cpu(tmp_path: Path, stored: str) -> None:
-    """Case C34: whatever a model is stored in and computed in, nearly the same distribution; auto says what it took."""
-    folder = write_tiny_model(tmp_path / "float32", initializer_range=0.1)
+    """Case C34: whatever a model is stored in and computed in, nearly the same log-probabilities of 500 tokens."""
+    settings = {"initializer_range": 0.1, "max_position_embeddings": 512}
+    folder = write_tiny_model(tmp_path / "float32", **settings)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, stored))
     model.save_pretrained(tmp_path / stored)
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, ignore_eos=True)
-    prompts = [tokens(20, seed) for seed in range(6)]
-    exact = Run(folder)
-    exact.all(prompts, params)
-    for dtype in ("auto", "float32", "bfloat16", "float16"):
+    text = tokens(8)
+    scores: dict[str, Any] = {}
+    for dtype in ("float32", "bfloat16", "float16", "auto"):
         run = Run(tmp_path / stored, dtype=dtype)
         assert run.engine.info.dtype in (("float32", "bfloat16") if dtype == "auto" else (dtype,))
-        run.all(prompts, params)
-        for number in range(len(prompts)):
-            likely, expected = dict(run.logprobs[number][0].top), dict(exact.logprobs[number][0].top)
-            shared = likely.keys() & expected.keys()
-            assert len(shared) > 12
-            assert all(abs(likely[i] - expected[i]) < 0.1 for i in shared)
-    long = Run(tmp_path / stored, dtype="bfloat16")
-    drawn = SamplingParams(temperature=1, max_tokens=200, seed=1, logprobs=0, ignore_eos=True)
-    (number,) = long.all([tokens(5)], drawn)
-    assert all(np.isfinite(entry.logprob) and entry.logprob > -100 for entry in long.logprobs[number])
+        drawn = SamplingParams(temperature=1, max_tokens=500, seed=1, logprobs=0, ignore_eos=True)
+        (number,) = run.all([tokens(8)], drawn)
+        made = [entry.logprob for entry in run.logprobs[number]]
+        assert len(made) == 500
+        assert np.isfinite(made).all()
+        if dtype == "float32":
+            text += run.tokens[number]
+            scores["made"] = made
+        (number,) = run.all([text], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+        scores[dtype] = np.array(run.scores[number])
+    np.testing.assert_allclose(scores["float32"][7:], scores.pop("made"), atol=1e-3)
+    for found in scores.values():
+        assert np.abs(found - scores["float32"]).max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+@pytest.mark.parametrize("native", [False, True])
+def test_a_type_that_is_slow_on_this_cpu_is_said_to_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, dtype: str, native: bool
+) -> None:
+    """Case C34: without instructions for it every product is converted; auto never takes it."""
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_amx_fp16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: native)
+    run = Run(folder, dtype=dtype)
+    warned = [record.message for record in caplog.records if record.levelname == "WARNING" and "slow" in record.message]
+    assert bool(warned) == (dtype != "auto" and not native)
+    assert all(dtype in message and "float32" in message for message in warned)
+    if dtype == "auto":
+        assert run.engine.info.dtype == ("bfloat16" if native else "float32")

@@ -229,8 +229,16 @@ def test_request_ids_are_no_keys(tiny: Http) -> None:
     for thread in threads:
         thread.join()
     assert [found["one"], found["two"]] == alone
-    for strange in ("x" * (1 << 20), "a\r\nb: c", ""):
-        assert tiny.post(COMPLETION, prompt="A", max_tokens=1, request_id=strange).status_code == 200
+    short = {"prompt": "A", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    plain = tiny.text(COMPLETION, **short)
+    for field in ("request_id", "user", "prompt_cache_key", "safety_identifier"):
+        for strange in ("x" * (1 << 20), "a\r\nb: c", "%0d%0ab: c", "\x00", ""):
+            response = tiny.post(COMPLETION, **short, **{field: strange})
+            assert text_of(strict(response.text)) == plain
+            assert "b" not in response.headers
+            events = tiny.stream(COMPLETION, **short, **{field: strange}).events
+            assert len(events) == 4
+            assert len(str(events)) < 4000, "what a client calls itself is repeated in no event"
 
 
 def test_presence_and_frequency_do_not_see_the_prompt(tiny: Http) -> None:
