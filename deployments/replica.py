@@ -23,7 +23,7 @@ from ray import serve
 from deployments.channel import ChannelServer, Lane
 from deployments.messages import Chunk, GenerateCall, Refusal, encode
 from deployments.metrics import EngineMetrics
-from deployments.pacing import Pacer
+from deployments.pacing import MAX_PAUSE_QUEUED_S, Pacer
 from deployments.routing.accuracy import Accuracy
 from deployments.routing.load import LoadReport, ReplicaInfo
 from nanoengine.async_engine import AsyncEngine, Stream
@@ -99,7 +99,7 @@ class EngineReplica:
         self._accuracy = Accuracy()
         self._metrics = EngineMetrics(model_name)
         self._stall_s = stall_s
-        self._pacer = Pacer()
+        self._pacer = Pacer(MAX_PAUSE_QUEUED_S)  # of Serve's stream, which takes what it is given
         self._background = [
             asyncio.create_task(work) for work in (self._pacer.run(), self._watch_engine(), self._tell_routers())
         ]

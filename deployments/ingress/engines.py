@@ -28,7 +28,7 @@ from deployments.config import IngressConfig
 from deployments.ingress.errors import ApiError, internal, overloaded, unavailable
 from deployments.ingress.standing import Standing
 from deployments.messages import Chunk, GenerateCall, Refusal, Reply, decode, merged
-from deployments.pacing import Pacer
+from deployments.pacing import HAPROXY, MAX_PAUSE_QUEUED_S, MAX_PAUSE_S, Pacer
 from deployments.routing import registry
 from deployments.routing.load import LoadReport
 from nanoengine.cache.events import PrefixEvents
@@ -54,7 +54,7 @@ class EngineClient:
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._inboxes: dict[int, _Inbox] = {}  # by call number
-        self._pacer = Pacer()
+        self._pacer = Pacer(MAX_PAUSE_S if HAPROXY else MAX_PAUSE_QUEUED_S)
         self._tasks: set[asyncio.Task[None]] = set()
         self._standing = Standing()
         self._channels = ChannelClient(self._name, self._deliver, self._observe, self._lost)
