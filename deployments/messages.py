@@ -57,6 +57,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     logprobs: tuple[TokenInfo, ...] | None = None
     token_ids: tuple[int, ...] = ()  # what another replica would have to go on from
     prompt_scores: tuple[PromptScores, ...] = ()
+    times: tuple[float, float] | None = None  # of the first: seconds in the queue, and from there to it
 
     @classmethod
     def of(cls, delta: Delta) -> Chunk:
@@ -73,6 +74,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
             logprobs,
             delta.token_ids,
             delta.prompt_scores,
+            delta.times,
         )
 
 
@@ -99,6 +101,7 @@ def merged(first: Chunk, second: Chunk) -> Chunk:
         logprobs=logprobs,
         token_ids=first.token_ids + second.token_ids,
         prompt_scores=first.prompt_scores + second.prompt_scores,
+        times=first.times,
     )
 
 

@@ -7,6 +7,7 @@ set from its load report once a second, latencies are observed once a chunk or o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 from ray.serve.metrics import Counter, Gauge, Histogram
@@ -83,6 +84,13 @@ class RequestMetrics:
         self._ttft = histogram("time_to_first_token_seconds", "From the request's arrival to its first token.", _TTFT)
         self._itl = histogram("inter_token_latency_seconds", "Between two tokens: means of one chunk in 16.", _ITL)
         self._e2e = histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _E2E)
+        self._spans = {
+            "tokenise": histogram("request_tokenise_time_seconds", "From a request's arrival to its tokens.", _TTFT),
+            "route": histogram("request_route_time_seconds", "On the way to the engine, and back with a token.", _TTFT),
+            "queue": histogram("request_queue_time_seconds", "In the engine's queue.", _TTFT),
+            "prefill": histogram("request_prefill_time_seconds", "From the queue to the first token.", _TTFT),
+            "decode": histogram("request_decode_time_seconds", "From the first token to the last.", _E2E),
+        }
         self._chunks = 0
         reasons = (*_TAGS, "finished_reason")
         self._success = Counter("vllm_request_success", description="Requests by how they ended.", tag_keys=reasons)
@@ -99,6 +107,11 @@ class RequestMetrics:
         self._chunks += 1
         if tokens > 0 and self._chunks % ITL_SAMPLE == 0:
             self._itl.observe(seconds / tokens)
+
+    def spent(self, spans: Mapping[str, float]) -> None:
+        """Seconds by span, of a request that got all its tokens."""
+        for name, seconds in spans.items():
+            self._spans[name].observe(seconds)
 
     def finished(self, reason: str, seconds: float) -> None:
         """``reason``: stop, length, abort or error."""

@@ -21,6 +21,7 @@ class Made:
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the end-of-sequence or stop token that ended it
     scores: list[PromptScores] = field(default_factory=list)  # of the prompt
+    times: tuple[float, float] | None = None  # of the first delta
 
 
 class Answer:
@@ -61,4 +62,5 @@ class Answer:
             cached_tokens=self.cached_tokens,
             completion_tokens=self._completion_tokens,
             prompt_scores=tuple(made.scores),
+            times=made.times,
         )

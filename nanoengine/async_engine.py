@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import numpy as np
@@ -62,6 +63,8 @@ class Stream:
         self._made = Made()
         self._error: NanoEngineError | None = None
         self._told = False  # that there is news
+        self._opened: float | None = time.monotonic()  # None: the first delta has been taken
+        self._admitted: float | None = None
         self._on_news = on_news
         self._on_close = on_close
 
@@ -74,6 +77,10 @@ class Stream:
         if self._error is not None:
             raise self._error
         made, self._made = self._made, Made(finish_reason=self._made.finish_reason)
+        if self._opened is not None:
+            now = time.monotonic()
+            admitted = now if self._admitted is None else self._admitted
+            made.times, self._opened = (admitted - self._opened, now - admitted), None
         return self._answer.take(made)
 
     def close(self) -> None:
@@ -333,7 +340,7 @@ class AsyncEngine:
         streams = self._streams
         for key, cached in update.started:
             if (stream := streams.get(key)) is not None:
-                stream._answer.cached_tokens = cached
+                stream._answer.cached_tokens, stream._admitted = cached, time.monotonic()
         for key, scores in update.scores:
             if (stream := streams.get(key)) is not None:
                 stream._made.scores.append(scores)  # they go with the first token, which is not there before them

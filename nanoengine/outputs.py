@@ -66,6 +66,7 @@ class Delta(msgspec.Struct, frozen=True):  # one a token, often: a frozen datacl
     cached_tokens: int = 0  # prompt tokens whose KV was already there
     completion_tokens: int = 0  # so far, this delta included
     prompt_scores: tuple[PromptScores, ...] = ()  # with the first delta, if asked for
+    times: tuple[float, float] | None = None  # with the first delta: seconds in the queue, and from there to it
 
 
 @dataclass(slots=True)

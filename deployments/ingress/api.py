@@ -38,12 +38,13 @@ from deployments.ingress.messages import MessagesFormat, MessagesRequest
 from deployments.ingress.protocol import renamed, renaming
 from deployments.ingress.reading import Reading
 from deployments.ingress.responses import ResponsesFormat, ResponsesRequest
-from deployments.ingress.served import MAX_SESSION, Job, Metrics, NewFormat, ServedModel
+from deployments.ingress.served import MAX_SESSION, Job, NewFormat, ServedModel
 from deployments.ingress.streaming import (
     ChatFormat,
     Choice,
     usage_of,
 )
+from deployments.ingress.timings import HEADER, Stopwatch
 from deployments.ingress.tokens import DetokenizeRequest, TokenizeRequest, spelled
 from deployments.messages import Chunk
 from nanoengine import __version__
@@ -295,27 +296,33 @@ class Api:
                 job.session = request.headers.get(SESSION_HEADER, "")[:MAX_SESSION] or job.session
                 names, metrics = job.names, job.model.metrics
                 choices = [Choice() for _ in range(len(job.prompts) * job.best_of)]
-                watch = _Stopwatch(metrics, start, len(choices))
+                watch = Stopwatch(metrics, start, len(choices))
+                timed = HEADER in (name for name, _ in request.scope["headers"])
                 async with aclosing(self._chunks(job)) as chunks:
                     async for index, chunk in chunks:
-                        watch.observe(index, chunk.completion_tokens)
+                        watch.observe(index, chunk)
                         choices[index].add(chunk)
                         if not job.stream:
                             continue
                         if not begun:  # only now: until the first token a failure has a status of its own
                             begun = True
-                            await send(_stream_start())
+                            await send(_stream_start(watch.server_timing() if timed else None))
                         if events := job.format.event(index, chunk):
                             await send(_body(events))
+                watch.stop()
                 reason = "length" if all(choice.finish_reason == "length" for choice in choices) else "stop"
                 usage = usage_of(choices, job.best_of)
                 if not job.stream:
                     # Aside: a long prompt's log-probabilities would hold up everybody's streams.
                     whole = partial(job.format.whole, _chosen(job, choices), usage)
                     answer = whole() if job.params.prompt_logprobs is None else await asyncio.to_thread(whole)
-                    await respond(Response(answer, media_type="application/json"))
+                    response = Response(answer, media_type="application/json")
+                    if timed:
+                        response.headers["server-timing"] = watch.server_timing().decode()
+                    await respond(response)
                     return
-                await send(_body(job.format.end(usage), more=False))
+                comment = b": server-timing %b\n\n" % watch.server_timing() if timed else b""
+                await send(_body(comment + job.format.end(usage), more=False))
         except ClientDisconnect:
             reason = "abort"  # and nobody to answer
         except asyncio.CancelledError:
@@ -420,27 +427,6 @@ class _Answer(Response):
         await self._api.answer(self._prepare, Request(scope, receive), send)
 
 
-class _Stopwatch:
-    """Observes first-token and inter-token times of one request."""
-
-    def __init__(self, metrics: Metrics, start: float, choices: int) -> None:
-        self._metrics = metrics
-        self._last = [start] * choices
-        self._tokens = [0] * choices
-        self._start: float | None = start
-
-    def observe(self, index: int, tokens: int) -> None:
-        """Choice ``index`` has so many tokens now."""
-        now = time.monotonic()
-        if self._start is not None:
-            self._metrics.first_token(now - self._start)
-            self._start = None
-        if self._tokens[index]:
-            self._metrics.next_tokens(now - self._last[index], tokens - self._tokens[index])
-        self._last[index] = now
-        self._tokens[index] = tokens
-
-
 def _params(job: Job, sequence: int) -> SamplingParams:
     """Each sequence of a prompt has a seed of its own, or a seeded request would return equal texts.
 
@@ -495,9 +481,11 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _stream_start() -> dict[str, Any]:
+def _stream_start(timing: bytes | None) -> dict[str, Any]:
     # Made anew for each: servers append their own headers to the list that they are given.
     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    if timing is not None:
+        headers.append((b"server-timing", timing))
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 

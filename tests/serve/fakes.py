@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -87,6 +87,9 @@ class FakeMetrics:
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         self.seen["next_tokens"] += tokens
+
+    def spent(self, spans: Mapping[str, float]) -> None:
+        self.seen.update(f"spent:{span}" for span in spans)
 
     def finished(self, reason: str, seconds: float) -> None:
         self.seen[f"finished:{reason}"] += 1
