@@ -47,7 +47,7 @@ from loadtest.stream_client import Connection, Reading
 
 _HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 _GRPC = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
-_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 PROXIES: dict[str, dict[str, str]] = {
     "python": {},
     "python-grpc": _GRPC,

@@ -107,6 +107,14 @@ class Connection(asyncio.Protocol):
         await self._done
         return self._answer
 
+    def pause(self, paused: bool) -> None:
+        """Read nothing for a while, as a slow reader does."""
+        if self._transport is not None:
+            if paused:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
     def close(self) -> None:
         """Leave, whatever is still to come."""
         if self._transport is not None:
