@@ -340,7 +340,7 @@ class AsyncEngine:
         streams = self._streams
         for key, cached in update.started:
             if (stream := streams.get(key)) is not None:
-                stream._answer.cached_tokens, stream._admitted = cached, time.monotonic()
+                stream._answer.cached_tokens, stream._admitted = cached, update.began
         for key, scores in update.scores:
             if (stream := streams.get(key)) is not None:
                 stream._made.scores.append(scores)  # they go with the first token, which is not there before them

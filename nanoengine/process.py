@@ -13,6 +13,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 
 import numpy as np
 
@@ -86,11 +87,12 @@ def _serve(engine: Engine, sock: socket.socket) -> None:
             if message is None:
                 return
             _handle(engine, sock, message)
+        began = time.monotonic()
         output = engine.step()
         for key, error in output.refused if output is not None else ():
             sock.sendall(frame(Refused.of(key, error)))
         if output is not None or message is not None:
-            sock.sendall(frame(_update(engine, output)))
+            sock.sendall(frame(_update(engine, output, began)))
 
 
 def _receive(sock: socket.socket, inbox: queue.SimpleQueue[ToEngine | None]) -> None:
@@ -122,10 +124,10 @@ def _handle(engine: Engine, sock: socket.socket, message: ToEngine) -> None:
         sock.sendall(frame(Memory(message.number, engine.memory_summary())))
 
 
-def _update(engine: Engine, output: StepOutput | None) -> Update:
+def _update(engine: Engine, output: StepOutput | None, began: float) -> Update:
     load, prefixes = engine.load(), engine.prefix_events()
     if output is None:
-        return Update(b"", b"", [], [], {}, load, prefixes)
+        return Update(b"", b"", [], [], {}, load, began, prefixes)
     return Update(
         output.keys.tobytes(),
         output.tokens.tobytes(),
@@ -133,6 +135,7 @@ def _update(engine: Engine, output: StepOutput | None) -> Update:
         output.started,
         output.logprobs,
         load,
+        began,
         prefixes,
         output.scores,
     )

@@ -102,6 +102,7 @@ class Update(msgspec.Struct, tag=True, array_like=True):
     started: list[tuple[int, int]]  # (key, prompt tokens found in the prefix cache)
     logprobs: dict[int, TokenLogprob]  # by index into keys
     load: Load
+    began: float  # when those that ``started`` were admitted; time.monotonic(), a clock that both ends share
     prefixes: PrefixEvents | None = None
     scores: list[tuple[int, PromptScores]] = []
 

@@ -277,6 +277,21 @@ async def test_an_open_stream_tells_once_and_is_taken_at_leisure(engine: AsyncEn
     assert not engine._streams
 
 
+async def test_the_first_delta_says_how_long_it_waited() -> None:
+    engine = AsyncEngine(config(max_num_seqs=1, synthetic={"step_seconds": 0.02, "max_model_len": 1024}))
+    await engine.start()
+    try:
+        first, second = await asyncio.gather(*(collect(engine, [1], SamplingParams(max_tokens=10)) for _ in range(2)))
+        assert all(delta.times is None for delta in first[1:] + second[1:])
+        assert first[0].times is not None
+        assert second[0].times is not None
+        assert first[0].times[0] >= 0
+        assert first[0].times[0] + 0.2 <= second[0].times[0] + 0.001, "ten steps of the first came before it"
+        assert min(first[0].times[1], second[0].times[1]) >= 0.02
+    finally:
+        await engine.stop()
+
+
 async def test_an_open_stream_that_is_closed_is_aborted(engine: AsyncEngine) -> None:
     stream = engine.open(list(b"tell me"), SamplingParams(max_tokens=900), lambda: None)
     await asyncio.sleep(0.05)
