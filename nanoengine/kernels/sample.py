@@ -78,7 +78,7 @@ def _load(row_ptr, mask_ptr, token, inside, MASKED: tl.constexpr):  # type: igno
 def _row(rows_ptr, masks_ptr, words, MASKED: tl.constexpr, axis: tl.constexpr):  # type: ignore[no-untyped-def]
     """(the program's place among those that are sampled, its row of the logits, its mask)."""
     at = tl.program_id(axis).to(tl.int64)
-    row, mask_ptr = at, masks_ptr
+    row, mask_ptr = at, 0
     if MASKED:
         row = tl.load(rows_ptr + at).to(tl.int64)
         mask_ptr = masks_ptr + at * words
