@@ -85,23 +85,40 @@ def decode(name: str, lens: list[int], heads: int = 16) -> None:
         work = DecodeWork.views([torch.from_numpy(array).to(CUDA) for array in arrays], planner, done)[None]
         return lambda: paged_decode(q, pages.keys, pages.values, pages.table, work, scale=DIM**-0.5)
 
-    ours = microseconds([launch(pages) for pages in copies])
-    line = f"decode  {name:24} {heads} heads  ours {_read(lens, ours)}"
+    ways: dict[str, list[Launch]] = {"ours": [launch(pages) for pages in copies]}
     try:
         from flash_attn import flash_attn_with_kvcache
-    except ImportError:
-        print(line, flush=True)
-        return
-    large = [Pages.random(lens, 256) for _ in copies]  # the smallest page that the library takes
-    theirs = microseconds(
-        [
+
+        large = [Pages.random(lens, 256) for _ in copies]  # the smallest page that the library takes
+        ways["flash-attn 2"] = [
             lambda p=p: flash_attn_with_kvcache(  # type: ignore[misc]
                 q[:, None], p.keys, p.values, cache_seqlens=p.lens, block_table=p.table, softmax_scale=DIM**-0.5
             )
             for p in large
         ]
-    )
-    print(f"{line}  flash-attn 2 {_read(lens, theirs)}", flush=True)
+    except ImportError:
+        pass
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device=CUDA)
+        ways["flash-attn-4"] = [
+            lambda p=p: flash_attn_varlen_func(  # type: ignore[misc]
+                q,
+                p.keys,
+                p.values,
+                cu_seqlens_q=starts,
+                max_seqlen_q=1,
+                page_table=p.table,
+                seqused_k=p.lens,
+                softmax_scale=DIM**-0.5,
+            )
+            for p in copies
+        ]
+    except ImportError:
+        pass
+    figures = [f"{way} {_read(lens, microseconds(launches))}" for way, launches in ways.items()]
+    print(f"decode  {name:24} {heads} heads  {'  '.join(figures)}", flush=True)
 
 
 def _read(lens: list[int], us: float) -> str:
