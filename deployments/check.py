@@ -7,7 +7,10 @@ after the deployment has failed. All of that is found here before anything is st
 from __future__ import annotations
 
 import argparse
+import logging
+import math
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from pydantic import ValidationError
 from ray._common.utils import import_attr
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve._private.build_app import build_app
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
 from ray.serve.request_router import RequestRouter
 from ray.serve.schema import ServeDeploySchema
 
@@ -82,6 +86,9 @@ def _check_application(app: dict[str, Any]) -> Iterator[str]:
             yield f"{where}: the application has no such deployment, only {', '.join(names)}"
             continue
         yield from (f"{where}: {problem}" for problem in _check_deployment(deployment))
+        scaling, ingress = deployment.get("autoscaling_config") or {}, app.get("args", {}).get("ingress", {})
+        if deployment["name"] != "Ingress" and scaling.get("min_replicas") == 0 and not ingress.get("start_wait_s"):
+            yield f"{where}: min_replicas 0 needs args.ingress.start_wait_s: what finds no engine waits for one"
 
 
 def _deployment_names(build: Any, args: dict[str, Any]) -> list[str]:
@@ -108,7 +115,42 @@ def _check_autoscaling(data: dict[str, Any]) -> None:
         raise ValueError("look_back_period_s must be longer than metrics_interval_s")
     policy = import_attr(scaling.policy.policy_function)
     if isinstance(policy, type):
-        policy(**scaling.policy.policy_kwargs)
+        policy = policy(**scaling.policy.policy_kwargs)
+    _try_policy(policy, scaling)
+
+
+def _try_policy(policy: Any, scaling: AutoscalingConfig) -> None:
+    """Call it as Serve's controller may at any time: one replica is up and has reported nothing yet.
+
+    Raises ``ValueError`` where it does: in the controller it would stop updates of every application of the cluster.
+    """
+    context = AutoscalingContext(
+        deployment_id=DeploymentID("check", "check"),
+        deployment_name="check",
+        app_name="check",
+        current_num_replicas=1,
+        target_num_replicas=1,
+        running_replicas=[ReplicaID("check", DeploymentID("check", "check"))],
+        total_num_requests=0.0,
+        total_queued_requests=0.0,
+        aggregated_metrics={},
+        raw_metrics={},
+        capacity_adjusted_min_replicas=scaling.min_replicas,
+        capacity_adjusted_max_replicas=scaling.max_replicas,
+        policy_state={},
+        last_scale_up_time=None,
+        last_scale_down_time=None,
+        current_time=time.time(),
+        config=scaling,
+    )
+    logging.disable(logging.WARNING)  # one may say that nothing is reported
+    try:
+        desired, _ = policy(context)
+        math.ceil(desired)
+    except Exception as error:
+        raise ValueError(f"the policy fails where no replica has reported yet: {error!r}") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _check_router(data: dict[str, Any]) -> None:

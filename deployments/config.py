@@ -36,8 +36,13 @@ class IngressConfig(BaseModel):
     replica_wait_s: float = Field(
         2.0,
         ge=0,
-        description="How long a request waits where no engine replica is up, before its 503. "
-        "With min_replicas 0, more than an engine's start-up time.",
+        description="How long a request waits where no engine replica is up, before its 503.",
+    )
+    start_wait_s: float | None = Field(
+        None,
+        gt=0,
+        description="For min_replicas 0, and in place of replica_wait_s: how long a request may wait for the first "
+        "engine to start. More than that takes.",
     )
     resume_wait_s: float = Field(
         30.0,

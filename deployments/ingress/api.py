@@ -79,8 +79,11 @@ class Api:
         self._config = config
         self._models = {name: model for model in models for name in model.names}
         self._first = models[0]
-        self._admission = Admission(config.max_inflight_requests, config.retry_after_s)
+        self._admission = Admission(config.max_inflight_requests, self._retry_after_s)
         self._created = int(time.time())
+
+    def _retry_after_s(self) -> float:
+        return max(model.engines.retry_after_s() for model in self._models.values())
 
     def app(self) -> FastAPI:
         """The ASGI application."""
@@ -158,8 +161,9 @@ class Api:
         return _json(self._named(name).card(name, self._created))
 
     async def health(self) -> Response:
-        """200 while a request could be served, 503 while no engine is known to be up. No engine is asked."""
-        if not any(model.engines.available() for model in self._models.values()):
+        """200 while a request could be served, 503 while no engine is known to be up. No engine is asked. Where they
+        may be scaled to zero a request can always be served, if late."""
+        if self._config.start_wait_s is None and not any(model.engines.available() for model in self._models.values()):
             raise unavailable("no engine replica is up", self._config.retry_after_s)
         return _json({"status": "ok"})
 

@@ -10,7 +10,7 @@ import time
 import uuid
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, MutableMapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from deployments.channel import LOOK_S, Address, ChannelClient
 from deployments.config import IngressConfig
 from deployments.ingress.errors import ApiError, internal, overloaded, unavailable
 from deployments.ingress.standing import Standing
+from deployments.ingress.start import FirstReplica
 from deployments.messages import Chunk, GenerateCall, Refusal, Reply, decode, merged
 from deployments.pacing import HAPROXY, MAX_PAUSE_QUEUED_S, MAX_PAUSE_S, Pacer
 from deployments.routing import registry
@@ -48,6 +49,7 @@ class EngineClient:
         """``model`` is the ``identity`` of the engines that the prompts are made for."""
         self._handle = handle.options(method_name="generate", stream=True)  # which also starts the handle's router
         self._memory = handle.options(method_name="memory")
+        self._first = FirstReplica(handle.options(method_name="load").remote, config.start_wait_s or 0.0)
         self._key = (handle.app_name, handle.deployment_name)
         self._config = config
         self._model = model
@@ -72,6 +74,10 @@ class EngineClient:
         router = registry.ROUTERS.get(self._key)
         told = router.replica_metadata.values() if router is not None else ()
         return min((data["max_model_len"] for data in told if data), default=None)
+
+    def retry_after_s(self) -> float:
+        """When a client that is sent away should come back."""
+        return max(self._config.retry_after_s, self._first.left_s())
 
     async def generate(
         self,
@@ -146,15 +152,18 @@ class EngineClient:
 
     async def _wait_for_replica(self, so_far: _SoFar) -> None:
         """Until there is one to ask. Raises ``ApiError``."""
-        if not so_far.suspects:
-            wait_s, usable = self._config.replica_wait_s, self.available
-        else:
+        if so_far.suspects:
             wait_s, usable = self._config.resume_wait_s, partial(self._usable, so_far.suspects)
+        else:
+            wait_s, usable = self._config.start_wait_s or self._config.replica_wait_s, partial(self.available)
+        if usable():
+            return
         deadline = so_far.since + wait_s
-        while not usable():
-            if time.monotonic() >= deadline:
-                raise unavailable("no engine replica is up; try again", self._config.retry_after_s)
-            await asyncio.sleep(LOOK_S)
+        with self._first.awaited() if self._config.start_wait_s else nullcontext():
+            while not usable():
+                if time.monotonic() >= deadline:
+                    raise unavailable("no engine replica is up; try again", self.retry_after_s())
+                await asyncio.sleep(LOOK_S)
 
     def _usable(self, suspects: Collection[str]) -> bool:
         ours = self._key in registry.ROUTERS

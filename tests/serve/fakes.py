@@ -38,6 +38,9 @@ class FakeEngines:
     def available(self) -> bool:
         return self.up
 
+    def retry_after_s(self) -> float:
+        return 1.0
+
     async def memory(self) -> dict[str, Any]:
         return {"replica": "r1", "weights": 5}
 

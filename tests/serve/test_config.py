@@ -75,6 +75,7 @@ MISTAKES = [
     (("engine", "autoscaling_config", "policy"), "policy_function", "deployments.autoscaling.policy:Nope", "Nope"),
     (("engine", "autoscaling_config", "policy"), "policy_kwargs", {"target": 1}, "target"),
     (("engine", "autoscaling_config", "policy", "policy_kwargs"), "target_queue_depth", 0, "above 0"),
+    (("engine", "autoscaling_config", "policy", "policy_kwargs"), "target_prefill_us", 1, "target_prefill_us"),
     (("engine", "request_router_config"), "request_router_clas", "x", "did you mean 'request_router_class'?"),
     (("engine", "request_router_config"), "request_router_class", "deployments.config:AppArgs", "no RequestRouter"),
     (("engine", "request_router_config"), "request_router_kwargs", {"policy": "best"}, "best"),
@@ -116,3 +117,20 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 def test_args_name_the_nearest_key() -> None:
     with pytest.raises(ValidationError, match="did you mean 'max_num_seqs'"):
         AppArgs.model_validate({"engine": {"max_num_seq": 1}})
+
+
+def test_scaling_to_zero_has_to_say_how_long_a_request_waits_for_a_start(data: dict[str, Any]) -> None:
+    engine(data)["autoscaling_config"]["min_replicas"] = 0
+    assert any("needs args.ingress.start_wait_s" in problem for problem in check.check(data))
+    data["applications"][0]["args"]["ingress"]["start_wait_s"] = 60
+    assert check.check(data) == []
+
+
+def rash_policy(context: Any) -> tuple[float, dict[str, Any]]:
+    return context.aggregated_metrics["waiting"], {}
+
+
+def test_a_policy_that_raises_is_named_before_it_stops_a_cluster(data: dict[str, Any]) -> None:
+    engine(data)["autoscaling_config"]["policy"] = {"policy_function": f"{__name__}:rash_policy"}
+    (problem,) = check.check(data)
+    assert "the policy fails where no replica has reported yet: KeyError('waiting')" in problem

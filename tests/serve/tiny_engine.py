@@ -41,6 +41,9 @@ class TinyEngines:
     def available(self) -> bool:
         return True
 
+    def retry_after_s(self) -> float:
+        return 1.0
+
     async def memory(self) -> dict[str, Any]:
         return {}
 
