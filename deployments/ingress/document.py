@@ -20,6 +20,8 @@ _OPENAI_ERROR = {
     "required": ["message", "type", "param", "code"],
 }
 _ANTHROPIC_ERROR = {"type": "object", "properties": {"type": _TEXT, "message": _TEXT}, "required": ["type", "message"]}
+# Of each event: so readers of OpenAPI 3.1 take the schema of a stream, of which it says nothing.
+_EVENT = {"type": "object", "properties": {"event": _TEXT, "data": _TEXT}, "required": ["data"]}
 _RETRY_AFTER = {
     "Retry-After": {"description": "With 429 and 503: seconds after which to try again.", "schema": {"type": "integer"}}
 }
@@ -48,7 +50,7 @@ def answers(path: str, answer: dict[str, Any], streams: bool = False) -> dict[in
     """The answers of a route; ``answer`` is the schema of a whole one. ``streams``: it may answer with events."""
     content: dict[str, Any] = {"application/json": {"schema": answer}}
     if streams:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": _EVENT}
     error = _ANTHROPIC_ERROR if speaks_anthropic(path) else _OPENAI_ERROR
     envelope = {"type": "object", "properties": {"error": error}, "required": ["error"]}
     failure = {"headers": _RETRY_AFTER, "content": {"application/json": {"schema": envelope}}}

@@ -273,6 +273,18 @@ def test_rows_that_pad_a_graph_write_nowhere(tmp_path: Path, dtype: str, monkeyp
         ]
 
 
+def test_the_context_is_filled_to_its_end(tmp_path: Path) -> None:
+    """Case C24, of graphs: also where the context is no whole number of blocks."""
+    folder, limit, size = write_tiny_model(tmp_path, "qwen3"), 61, 8
+    lengths = (limit - 1, limit - size, limit - size - 1, limit - size + 1) * 3
+    prompts = [[3 + i] * length for i, length in enumerate(lengths)]
+    params = [SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)] * len(prompts)
+    settings = {"dtype": "float32", "max_model_len": limit, "block_size": size}
+    answers = [generate(build(folder, **settings, cuda_graphs=on), prompts, params) for on in (True, False)]
+    assert [len(answer) for answer in answers[0][0]] == [1, size, size + 1, size - 1] * 3
+    assert answers[0] == answers[1]
+
+
 def random_requests(rng: Random, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     shared = [[rng.randrange(3, VOCAB) for _ in range(80)] for _ in range(3)]
     prompts, params = [], []

@@ -59,6 +59,24 @@ def test_what_the_document_allows_is_served_or_refused(server: Server) -> None:
     check(server, 20)
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_streams_are_what_the_document_says(server: Server, path: str, asked: dict[str, Any]) -> None:
+    """Of bodies that are made up, few are valid and streamed."""
+    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    case = document[path]["POST"].Case(body={"model": "m", "stream": True} | asked, media_type="application/json")
+    response = case.call()
+    assert response.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(response, checks=CHECKS)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_much_more_of_it(server: Server) -> None:

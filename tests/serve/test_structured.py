@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 
-from deployments.config import AppArgs
-from deployments.ingress.text import TextFrontend
 from tests.engine.structured_cases import write_tiny_llm
-from tests.serve.fakes import FakeMetrics, api_of
+from tests.serve.live import Server
 from tests.serve.test_api import CHAT, COMPLETION, MESSAGES, envelope
 from tests.serve.tiny_engine import TinyEngines
 
@@ -35,17 +33,17 @@ def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> TinyEngines:
-    return TinyEngines(write_tiny_llm(tmp_path_factory.mktemp("tiny")))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(TinyEngines(write_tiny_llm(tmp_path_factory.mktemp("tiny"))), default_max_tokens=400)
+    yield server
+    server.stop()
 
 
 class Service:
-    def __init__(self, engines: TinyEngines) -> None:
-        self.engines = engines
-        self.tokenizer = engines.tokenizer
-        args = AppArgs.model_validate({"served_model_names": ["m"], "ingress": {"default_max_tokens": 400}})
-        api = api_of(args, engines, TextFrontend(engines.tokenizer, threads=1), FakeMetrics())
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(api.app()), base_url="http://test", timeout=60)
+    def __init__(self, server: Server) -> None:
+        self.engines = server.engines
+        self.tokenizer = server.engines.tokenizer
+        self.http = httpx.AsyncClient(base_url=server.url, timeout=60)
 
     async def post(self, path: str, **body: Any) -> httpx.Response:
         return await self.http.post(path, json={"model": "m", **body})
@@ -77,16 +75,14 @@ def strict(text: str) -> Any:
 
 
 @pytest.fixture
-async def service(engines: TinyEngines) -> AsyncIterator[Service]:
-    service = Service(engines)
+async def service(server: Server) -> AsyncIterator[Service]:
+    service = Service(server)
     async with service.http:
         yield service
-        # Whatever was sent: the engine is idle, whole, and answers.
-        while engines.engine.has_work:
-            engines.engine.step()
-        engines.engine.check()
-        assert not len(engines.engine._constraints)
-        await service.answer(COMPLETION, prompt="a", max_tokens=4, temperature=0)
+    # Whatever was sent: the engine is idle, whole, and answers.
+    server.alive()
+    server.engines.engine.check()
+    assert not len(server.engines.engine._constraints)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -240,10 +236,18 @@ async def test_top_p_and_top_k_at_their_edges_in_one_batch(service: Service) -> 
 async def test_padding_is_never_sampled(service: Service) -> None:
     """Case C30."""
     info = service.engines.engine.info
-    body = {"prompt": "A", "max_tokens": 64, "temperature": 2.0, "seed": 5, "ignore_eos": True, "logprobs": 5}
+    body = {
+        "max_tokens": 64,
+        "temperature": 2.0,
+        "seed": 5,
+        "ignore_eos": True,
+        "logprobs": 5,
+        "return_token_ids": True,
+    }
     for prompt in ("A", [info.num_tokens]):
         answer = await service.answer(COMPLETION, **body | {"prompt": prompt})
         assert answer["usage"]["completion_tokens"] == 64
+        assert max(answer["choices"][0]["token_ids"]) < info.num_tokens
         assert all(len(top) == 5 and "" not in top for top in answer["choices"][0]["logprobs"]["top_logprobs"])
 
 

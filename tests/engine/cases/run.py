@@ -23,6 +23,7 @@ class Run:
 
     def __init__(self, model: Path | str, **settings: Any) -> None:
         fixed = {"model": str(model), "dtype": "float32", "device": "cpu", "num_threads": 1, "watermark": 0.0}
+        fixed["num_blocks"] = 512  # the check looks at every one
         self.engine = Engine(EngineConfig.model_validate(fixed | settings))
         self.prompts: list[list[int]] = []
         self.tokens: list[list[int]] = []

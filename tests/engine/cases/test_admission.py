@@ -116,12 +116,15 @@ def test_a_request_says_the_same_alone_and_in_company(folder: Path, reference: R
     """Case C18, on a CPU in float32; with other types a difference has to be a near tie."""
     prompt = tokens(20)
     alone = Run(folder, enable_prefix_caching=False)
-    alone.all([prompt], greedy(100))
+    alone.all([prompt], greedy(200))
     alone.check(reference)
     for company, chunk in ((0, None), (7, 5), (31, None), (31, 5)):
-        run = Run(folder, block_size=4, max_num_seqs=32, max_prefill_chunk=chunk)
+        run = Run(folder, block_size=4, num_blocks=1500, max_num_seqs=32, max_prefill_chunk=chunk)
         for cached in (0, 16):
-            first = run.all([prompt, *(tokens(3 + seed % 17, seed) for seed in range(1, company + 1))], greedy(100))[0]
+            first = run.add(prompt, greedy(200))
+            for seed in range(1, company + 1):
+                run.add(tokens(3 + seed % 17, seed), greedy(5 * seed))
+            run.until_idle()
             assert run.tokens[first] == alone.tokens[0]
             assert run.cached[first] == cached
 

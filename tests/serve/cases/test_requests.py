@@ -59,9 +59,10 @@ def test_top_p_at_its_edges(tiny: Http) -> None:
     assert tiny.text(COMPLETION, temperature=1, top_p=1e-9, **body) == greedy
 
 
-def test_no_likeliest_tokens_is_not_no_log_probabilities(tiny: Http) -> None:
-    """Case A08."""
-    body = {"prompt": "A B", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+def test_no_likeliest_tokens_is_not_no_log_probabilities(tiny: Http, tiny_server: Server) -> None:
+    """Case A08, of an answer in ASCII."""
+    letters = tiny_server.engines.tokenizer.encode("abcdefgh", add_special_tokens=False)
+    body = {"prompt": "A B", "max_tokens": 3, "temperature": 0, "ignore_eos": True, "allowed_token_ids": letters}
     for top in (0, 2):
         (choice,) = tiny.answer(COMPLETION, logprobs=top, **body)["choices"]
         found = choice["logprobs"]
@@ -69,6 +70,7 @@ def test_no_likeliest_tokens_is_not_no_log_probabilities(tiny: Http) -> None:
             ("tokens", "token_logprobs", "top_logprobs", "text_offset"), 3
         )
         assert all(len(each) == top for each in found["top_logprobs"])
+        assert "".join(found["tokens"]) == choice["text"]
         assert found["text_offset"][0] == 0
         assert found["text_offset"] == sorted(found["text_offset"])
     assert tiny.answer(COMPLETION, logprobs=None, **body)["choices"][0]["logprobs"] is None

@@ -9,6 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -208,7 +209,7 @@ def test_clients_that_leave(tiny: Http, tiny_server: Server, stream: bool, n: in
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{tiny.url}{COMPLETION}", json={"model": "m", **body}, timeout=0.5)
 
-    threads = [threading.Thread(target=leave) for _ in range(8 // n)]
+    threads = [threading.Thread(target=leave) for _ in range(20 // n)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -232,6 +233,38 @@ def test_a_conversation_goes_on_where_it_was_left(tiny: Http, folder: Any) -> No
         answer = tiny.answer(COMPLETION, prompt=turn, max_tokens=8, temperature=0, ignore_eos=True)
         (expected,) = generate(cold.engine, [turn], 8, first_key=1000 * number)
         assert text_of(answer) == cold.tokenizer.decoder(turn).push(expected, final=True)
+
+
+def test_preempted_streams_say_what_free_ones_say(tiny: Http, folder: Path) -> None:
+    """Cases C03 and C04, of text: nothing twice, nothing missing, stop strings and log-probabilities as they were."""
+    body: dict[str, Any] = {"temperature": 0.9, "frequency_penalty": 0.8, "min_tokens": 20, "max_tokens": 57}
+    body |= {"logprobs": 1, "ignore_eos": True, "stream_options": {"include_usage": True}, "stop": ["\x01\x01", "the"]}
+    prompts = [list(range(5, 5 + length)) for length in (6, 9, 15, 16)]
+    server = Server(TinyEngines(folder, block_size=8, num_blocks=14, max_model_len=80, watermark=0.0))
+    found: dict[int, Stream] = {}
+
+    def ask(number: int) -> None:
+        found[number] = Http(server.url).stream(COMPLETION, prompt=prompts[number], seed=number, **body)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.engines.engine.load().preemptions > 0
+    server.alive()
+    server.stop()
+    for number, prompt in enumerate(prompts):
+        free = tiny.stream(COMPLETION, prompt=prompt, seed=number, **body)
+        pressed = found[number]
+        assert (pressed.text, pressed.finish_reason) == (free.text, free.finish_reason)
+        assert pressed.usage["completion_tokens"] == free.usage["completion_tokens"]
+        values = [
+            [v for e in each.events[:-1] for v in (e["choices"][0]["logprobs"] or {}).get("token_logprobs") or ()]
+            for each in (pressed, free)
+        ]
+        assert len(values[0]) == free.usage["completion_tokens"]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("stop", [None, ["qqqq"], "FOUND"])
