@@ -112,7 +112,7 @@ class Engine:
         if params.structured is None and not params.bad_words:
             self._queue(request)
             if params.constrained:
-                self._constraints.add(key, params, Compiled(None, ()))
+                self._constraints.add(key, params, Compiled([], ()))
             return
         self._scheduler.check_request(tokens, params, generated)
         self._gate.enter(request)

@@ -262,11 +262,31 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(monkeypatch: pytest.M
     ask("b"), ask("c"), ask("a"), ask("d")
     assert ask("a") is first, "the one used last stays"
     second = ask("b")
-    assert second.result(30).matcher is not None
+    assert second.result(30).matchers
     assert len(compile._cache) == 3
     monkeypatch.setattr(compiler_module, "CACHE_TEXT", 10)
     ask("x" * 8)
     assert sum(len(grammar.text) for grammar, _ in compile._cache if grammar) <= 10
+
+
+def test_a_grammar_that_comes_again_gets_matchers_of_its_own_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "APART", 3)
+    compile, tokenizer = compiler(), trained("byte_level")
+    params = SamplingParams(structured=schema({"type": "object", "properties": {"a": {"type": "integer"}}}))
+    for _ in range(6):
+        compiled = compile(params).result(30)
+        compile._pool.submit(lambda: None).result(30)
+    compile._pool.shutdown()
+    assert len(compiled.matchers) == 3
+    constraints = Constraints(tokenizer.vocab_size, tokenizer.eos_token_ids)
+    for key in range(20):  # more than are done one after the other
+        assert constraints.add(key, params, compiled) is None
+    keys, rng = np.arange(20), random.Random(0)
+    for _ in range(8):
+        rows = constraints.masks(keys)
+        assert (rows == rows[0]).all()
+        token = rng.choice(np.flatnonzero(masks.allowed(rows[:1], tokenizer.vocab_size)[0]).tolist())
+        assert not constraints.advance(keys.tolist(), [token] * 20)
 
 
 # -- bad words, allowed tokens ---------------------------------------------------------------------------------------
