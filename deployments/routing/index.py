@@ -282,6 +282,7 @@ class PrefixIndex:
                     self._expected[hash] = others
                 else:
                     del self._expected[hash]
+            old.alone.clear()  # it holds itself: else this would be garbage of the oldest kind, collected once an hour
 
     # -- the question --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ suffer is an error in its place, never a cut.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -342,3 +343,70 @@ async def test_ingress_killed(service: Service) -> None:
     assert lost <= 8, endings
     await asyncio.to_thread(service.ready)
     await until_known(service, asked)
+
+
+# -- for longer --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+async def test_faults_one_after_the_other_under_load(service: Service) -> None:
+    """Three minutes of streams, and every fault among them, in any order."""
+    rng, until, kills = random.Random(0), time.monotonic() + 180, 0
+    happened: Counter[str] = Counter()
+    async with under_load(service, seed=30) as endings:
+        while time.monotonic() < until:
+            fault = rng.choice(["lost", "all lost", "gap", "swapped", "none", "replica", "ingress", "scale"])
+            happened[fault] += 1
+            match fault:
+                case "lost" | "all lost":
+                    service.set_faults(lost=0.01 if fault == "lost" else 1.0)
+                case "gap" | "swapped":
+                    service.set_faults(**{fault: happened[fault]})
+                case "none":
+                    service.set_faults()
+                case "replica" | "ingress":
+                    kills += 1
+                    title = "nanoengine.process" if fault == "replica" else "ServeReplica:llm:Ingress"
+                    process = rng.choice(service.processes(title))
+                    (process.parent() if fault == "replica" else process).kill()
+                    await asyncio.sleep(2)  # else all may be dead at once, and there is nobody to go to
+                    await asyncio.to_thread(service.ready)
+                case "scale":
+                    await asyncio.to_thread(service.deploy, 4)
+                    await asyncio.to_thread(service.deploy, 3)
+            await asyncio.sleep(rng.uniform(1, 4))
+    found = kinds(endings)
+    print(happened, found)
+    assert found["right"] > 200
+    assert found["broken"] + found["gone"] + found["refused"] <= 8 * kills
+
+
+@pytest.mark.soak
+async def test_memory_of_the_ingresses_over_unique_prompts(service: Service) -> None:
+    def megabytes() -> float:
+        return sum(one.memory_info().rss for one in service.processes("ServeReplica:llm:Ingress")) / 1e6
+
+    sizes = []
+    for seed in range(6):
+        assert kinds(await ask_all(service, prompts(1000, seed=40 + seed), count=1, users=16)) == {"right": 1000}
+        sizes.append(megabytes())
+    print([round(size) for size in sizes])
+    assert sizes[-1] < sizes[1] + 10, "two processes, and four thousand prompts that nobody asks for again"
+
+
+@pytest.mark.soak
+async def test_a_session_stays_where_it_is(service: Service) -> None:
+    """By ``session``, which looks at no prefix: whichever ingress gets a session's prompt again, it is cached."""
+    await asyncio.to_thread(service.deploy, 3, policy="session")
+    again = [prompt for prompt in prompts(12, seed=50) for _ in range(3)]
+    async with clients(service) as client:
+        for named in (True, False):
+            found = []
+            for number, prompt in enumerate(again):
+                client.headers["x-session-id"] = str(number // 3) if named else ""
+                ending = await ask(client, [*prompt, 65 + named], 1)
+                assert ending.kind == "right"
+                found.append(ending.cached > 0)
+            later = [one for number, one in enumerate(found) if number % 3]
+            assert all(later) if named else not all(later)
+    await asyncio.to_thread(service.deploy, 3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
-from collections import Counter
+from collections import Counter, deque
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -544,6 +546,49 @@ def test_memory_is_flat_over_unique_prompts() -> None:
         if call % 2000 == 1999:
             sizes.append((c.index.nbytes, len(c.index._expected), len(c.index._deadlines)))
     assert len(set(sizes)) == 1 or max(size[1] for size in sizes) < 500
+
+
+def test_what_was_expected_leaves_no_garbage() -> None:
+    """A cycle of references would wait for the oldest generation's collection, and that for a quarter of the process."""
+    c = core()
+    gc.collect()
+    gc.disable()
+    try:
+        for call in range(20):
+            place(c, TOKENS[64 * call : 64 * call + 640], call)
+        c._clock.time += 100
+        c.wants()
+        assert not c.index._expected
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.soak
+def test_memory_is_flat_over_100_000_unique_prompts() -> None:
+    """Of 2,000 tokens, with all that engines tell of them: caches fill, and give up the oldest."""
+    c, rng = core(policy=Prefix(rng=random.Random(0))), np.random.default_rng(5)
+    held: dict[str, deque[np.ndarray]] = {name: deque() for name in "abc"}
+    seqs: Counter[str] = Counter()
+    sizes, process = [], psutil.Process()
+    for call in range(100_000):
+        prompt = rng.integers(0, 150_000, 2000, np.int32)
+        name = place(c, prompt, call).replica
+        new, seqs[name] = prefix_hashes(prefix_root("model"), prompt), seqs[name] + 1
+        held[name].append(new)
+        old = held[name].popleft() if len(held[name]) > 800 else new[:0]  # 25,000 hashes: 1.6 million tokens
+        c.prefixes(name, PrefixEvents(seqs[name], seqs[name] == 1, new.tobytes(), old.tobytes()))
+        for other in "abc":
+            c.load(other, report(call + 1, newest=call, prefill_rate=RATE, prefixes=seqs[other]))
+        c.release(name, f"r{call}")
+        c._clock.time += 0.02
+        c.wants()
+        if call % 10_000 == 9_999:
+            sizes.append((process.memory_info().rss / 1e6, c.index.nbytes / 1e6, len(c.index), len(c.index._expected)))
+    print(sizes)
+    assert sizes[-1][0] - sizes[1][0] < 2, "MB"
+    assert sizes[-1][1] == sizes[1][1]
+    assert sizes[-1][2] == sizes[1][2] == 3 * 800 * 31
 
 
 def test_accuracy_complains_of_errors_that_stay() -> None:
