@@ -36,7 +36,7 @@ logger = logging.getLogger("ray.serve")
 
 WATCH_PERIOD_S = 1.0
 REPORT_PERIOD_S = 0.1  # between two reports to routers, if no call arrives
-REPORT_GAP_S = 0.01  # at least, also if calls do
+REPORT_GAP_S = 0.002  # at least, also if calls do: ingresses that choose within that time don't know of each other
 KV_SCARCE = 0.9  # fraction of KV blocks in use, from which on one waits for blocks rather than for a turn
 
 

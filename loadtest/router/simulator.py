@@ -19,7 +19,7 @@ from loadtest.router.workload import BLOCK, Request, Workload, ideal_hit_rate
 from nanoengine.cache.events import PrefixEvents
 
 PERIOD_S = 0.1  # of reports and events
-GAP_S = 0.01  # between two reports of a replica that has arrivals
+GAP_S = 0.002  # between two reports of a replica that has arrivals
 LAG_S = 0.002  # from replica to ingress
 
 

@@ -127,11 +127,11 @@ class Ending:
     detail: str = ""
 
 
-async def ask(client: httpx.AsyncClient, prompt: list[int], count: int = 4) -> Ending:
+async def ask(client: httpx.AsyncClient, prompt: list[int], count: int = 4, **more: Any) -> Ending:
     """One streamed request, which has half a minute: a hang is an error."""
     start = time.monotonic()
     body = {"model": NAME, "prompt": prompt, "max_tokens": count, "ignore_eos": True, "stream": True}
-    body["stream_options"] = {"include_usage": True}
+    body |= {"stream_options": {"include_usage": True}, **more}
     ending, text = Ending("cut"), ""
     async with asyncio.timeout(30), client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
@@ -221,6 +221,16 @@ async def test_odd_prompts(service: Service) -> None:
     assert one.json()["choices"][0]["text"] == answer([65], 8)
     assert [choice["text"] for choice in texts.json()["choices"]] == [answer([65], 8), answer([66], 8)]
     assert [choice["text"] for choice in eight.json()["choices"]] == [answer(prompt, 8)] * 8
+
+
+async def test_a_salt_shares_with_its_like_alone(service: Service) -> None:
+    (prompt,) = prompts(1, seed=60)
+    await until_known(service, [prompt])
+    async with clients(service) as client:
+        assert (await ask(client, prompt, cache_salt="s")).cached == 0
+        await asyncio.sleep(0.5)
+        again = [await ask(client, [*prompt, 65], cache_salt="s") for _ in range(4)]
+    assert min(ending.cached for ending in again) == PROMPT
 
 
 @pytest.mark.parametrize("lost", [0.01, 1.0])

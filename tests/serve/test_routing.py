@@ -549,7 +549,7 @@ def test_memory_is_flat_over_unique_prompts() -> None:
 
 
 def test_what_was_expected_leaves_no_garbage() -> None:
-    """A cycle of references would wait for the oldest generation's collection, and that for a quarter of the process."""
+    """A cycle of references waits for the oldest generation's collection, and that for a quarter of the process."""
     c = core()
     gc.collect()
     gc.disable()
