@@ -103,7 +103,7 @@ class EngineRouter(RequestRouter):
             self._read_news()
             question = self._core.look_up(request)
             choice = self._choose(call, question)
-            if call is not None and not call.avoid:  # one that was taken once, and lost its replica, is not refused
+            if call is not None and not (call.avoid or call.generated):  # what was taken once is not refused
                 self._refuse_late(time.monotonic() - came + (choice.wait_s if choice else 0.0))
             if choice is not None:
                 request_id = pending_request.metadata.internal_request_id
