@@ -113,20 +113,23 @@ def served(data: dict[str, Any], environment: dict[str, str]) -> Iterator[tuple[
     name = data["applications"][0]["args"]["engine"]["model"]
     url = f"http://127.0.0.1:{data['http_options']['port']}"
     env = {"RAY_ADDRESS": "local", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file, open(os.devnull, "w") as nowhere:
-        yaml.safe_dump(data, file)
-        file.flush()
-        command = [sys.executable, "-m", "ray.serve.scripts", "run", file.name]
-        process = subprocess.Popen(command, env=os.environ | env | environment, stdout=nowhere, stderr=nowhere)
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder, "serve_config.yaml"), Path(folder, "log")
+        file.write_text(yaml.safe_dump(data))
+        command = [sys.executable, "-m", "ray.serve.scripts", "run", str(file)]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, env=os.environ | env | environment, stdout=out, stderr=out)
         try:
-            asyncio.run(_until_served(url, name, process))
+            if not asyncio.run(_answers(url, name, process)):
+                raise RuntimeError(f"the service did not come up:\n{log.read_text()[-4000:]}")
             yield url, process.pid
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
 
 
-async def _until_served(url: str, name: str, process: subprocess.Popen[bytes]) -> None:
+async def _answers(url: str, name: str, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until it does; False: it has ended, or two minutes have."""
     body = msgspec.json.encode({"model": name, "prompt": "x", "max_tokens": 1})
     for _ in range(600):
         if process.poll() is not None:
@@ -136,9 +139,9 @@ async def _until_served(url: str, name: str, process: subprocess.Popen[bytes]) -
             answer = await connection.post("/v1/completions", body)
             connection.close()
             if answer.status == 200:
-                return
+                return True
         await asyncio.sleep(0.2)
-    raise RuntimeError(f"the service did not come up: python -m ray.serve.scripts run with {url}")
+    return False
 
 
 async def measure(url: str, root: int, streams: int, seconds: float) -> tuple[dict[str, float], list[Reading], float]:
