@@ -113,6 +113,7 @@ def served(data: dict[str, Any], environment: dict[str, str]) -> Iterator[tuple[
     name = data["applications"][0]["args"]["engine"]["model"]
     url = f"http://127.0.0.1:{data['http_options']['port']}"
     env = {"RAY_ADDRESS": "local", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    env["RAY_raylet_start_wait_time_s"] = "120"  # a machine under load takes more than the 30 s that are usual
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "serve_config.yaml"), Path(folder, "log")
         file.write_text(yaml.safe_dump(data))
@@ -129,9 +130,9 @@ def served(data: dict[str, Any], environment: dict[str, str]) -> Iterator[tuple[
 
 
 async def _answers(url: str, name: str, process: subprocess.Popen[bytes]) -> bool:
-    """Wait until it does; False: it has ended, or two minutes have."""
+    """Wait until it does; False: it has ended, or four minutes have."""
     body = msgspec.json.encode({"model": name, "prompt": "x", "max_tokens": 1})
-    for _ in range(600):
+    for _ in range(1200):
         if process.poll() is not None:
             break
         with contextlib.suppress(OSError):
