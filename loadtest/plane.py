@@ -71,10 +71,10 @@ class WithoutChannel(EngineReplica):
             yield data
 
 
-def build(args: AppArgs) -> Application:
+def build(args: dict[str, Any]) -> Application:
     """The application without channels."""
     app.EngineReplica = WithoutChannel  # type: ignore[attr-defined]
-    return app.build(args)
+    return app.build(AppArgs.model_validate(args))
 
 
 def configuration(port: int, streams: int, rate: float, tokens: str, ingresses: int) -> dict[str, Any]:
