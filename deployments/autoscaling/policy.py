@@ -84,6 +84,7 @@ class _Reports:
         self._by_name = context.raw_metrics
         self._running = list(context.running_replicas)
         self._since = float(context.current_time) - STALE_S
+        self._period = float(context.config.look_back_period_s - context.config.metrics_interval_s)  # first to last
         self.count = len(self._running)
 
     def mean(self, name: str, of: Callable[[Sequence[Any]], float] | None = None) -> float:
@@ -102,8 +103,9 @@ class _Reports:
         return self.mean(name) * self.count
 
     def rate(self, name: str) -> float:
-        """By how much a counter rises each second, of all replicas together."""
-        return self.mean(name, _slope) * self.count
+        """By how much a counter rises each second, of all replicas together. Over the whole period, also where there
+        are samples of a part: two requests in a first second are not a rate."""
+        return self.mean(name, lambda samples: samples[-1].value - samples[0].value) * self.count / self._period
 
 
 def _with_caches_lost(need: float, spared: float, count: int) -> float:
@@ -112,12 +114,6 @@ def _with_caches_lost(need: float, spared: float, count: int) -> float:
     if need >= SLACK * count:
         return need / SLACK
     return (need + spared) / (SLACK + spared / count)
-
-
-def _slope(samples: Sequence[Any]) -> float:
-    first, last = samples[0], samples[-1]
-    seconds = last.timestamp - first.timestamp
-    return max(0.0, (last.value - first.value) / seconds) if seconds > 0 else 0.0
 
 
 def _is_number(value: Any) -> bool:

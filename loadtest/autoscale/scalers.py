@@ -107,7 +107,7 @@ class Oracle:
             decode[i] += request.output * engine.token_s
         prompt *= 1 + engine.slowdown * 20
         minute = np.convolve(prompt, np.ones(6), "same") / 60
-        busy = np.maximum(prompt / (window + setting.ttft_s), minute / 0.75)
+        busy = np.maximum(prompt / window, minute / 0.7)
         seats = decode / window / ((setting.token_s - engine.token_s) / engine.harm_s)
         need = np.ceil(np.maximum(busy, seats)).astype(int)
         ahead = math.ceil(2.2 * setting.start_s / window) + 1

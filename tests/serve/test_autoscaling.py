@@ -17,7 +17,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from deployments.autoscaling.policy import REPEAT_S, STALE_S, QueueDepthPolicy
 
 NOW = 1000.0
-CONFIG = AutoscalingConfig(downscale_delay_s=100)
+CONFIG = AutoscalingConfig(metrics_interval_s=1, look_back_period_s=10, downscale_delay_s=100)
 PATH = "deployments.autoscaling.policy:QueueDepthPolicy"
 
 
