@@ -95,7 +95,7 @@ class Knative:
 
 
 class Oracle:
-    """Has read the traffic: has a replica ready when it will be needed, and none that won't be within a start time."""
+    """Has read the traffic: has a replica ready when it will be needed, and none that won't be within two starts."""
 
     def __init__(self, workload: Workload, setting: Setting) -> None:
         window, engine = 10.0, setting.engine

@@ -232,3 +232,15 @@ async def test_what_cannot_start_is_given_up_and_what_runs_is_not(cluster: Clust
     assert {one.status for one in asked} == {200}
     after = await asyncio.to_thread(lambda: httpx.get(f"{cluster.url}/debug/memory", timeout=10).json()["replica"])
     assert after == running
+
+
+async def test_a_policy_that_cannot_be_made_leaves_what_runs(cluster: Cluster) -> None:
+    """An argument that it doesn't know, past ``deployments.check``: deploying fails and says so; all else goes on."""
+    deploy(cluster)
+    path = "EngineReplica__autoscaling_config__policy__policy_kwargs"
+    with pytest.raises(RuntimeError, match="unexpected keyword argument 'target_queue'"):
+        await asyncio.to_thread(cluster.deploy, config(**{path: {"target_queue": 3}}))
+    async with watched(cluster) as (client, begin, _):
+        assert (await ask(client, begin, 0)).status == 200
+    assert counts() == (1, 1)
+    deploy(cluster)
