@@ -21,6 +21,7 @@ import hmac
 import logging
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ HEADER = 4  # bytes of a frame's length, little-endian
 RETRY_S = 1.0
 MAX_HELLO = 1024  # bytes: who has not shown the secret yet must not make a replica hold what he sends
 MAX_EVENTS = 1 << 20  # bytes of prefix events that wait for one ingress
+LEFT = 256  # calls that were left last: one may get here after the word that it was left
 LOOK_S = 0.05
 SILENCE_S = 5.0  # a replica tells its load ten times a second: after so long without a word its host is taken for gone
 KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}  # seconds, seconds, probes
@@ -57,8 +59,11 @@ class _Hello(msgspec.Struct, frozen=True):
     secret: str
 
 
-class _Resync(msgspec.Struct, frozen=True):
-    """Every later frame from the ingress: send a snapshot of the prefixes."""
+class _Word(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Every later frame from the ingress."""
+
+    resync: bool = False  # send a snapshot of the prefixes
+    left: int | None = None  # nobody waits for this call any more
 
 
 class _News(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +79,7 @@ Observe = Callable[[str, LoadReport | None, list[PrefixEvents]], None]
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_hello = msgspec.msgpack.Decoder(_Hello).decode
-_decode_resync = msgspec.msgpack.Decoder(_Resync).decode
+_decode_word = msgspec.msgpack.Decoder(_Word).decode
 _decode_news = msgspec.msgpack.Decoder(_News).decode
 
 
@@ -106,7 +111,7 @@ class Source(Protocol):
         """All that has come since it was called before, or None. Raises nothing."""
 
     def lost(self) -> None:
-        """The connection is: nothing will be taken any more."""
+        """The connection is, or who it was for: nothing will be taken any more."""
 
 
 class Lane:
@@ -125,10 +130,13 @@ class Lane:
         self._load: LoadReport | None = None
         self._prefixes: list[PrefixEvents] | None = None  # None: a snapshot is due instead
         self._wake = asyncio.Event()
+        self._left: deque[int] = deque(maxlen=LEFT)
 
     def add(self, number: int, source: Source) -> None:
         """A call whose chunks are to go this way."""
         self._sources[number] = source
+        if number in self._left:
+            source.lost()
 
     def ready(self, number: int) -> None:
         """It has something to send: that goes, with what all others have in this turn of the event loop, as soon as
@@ -136,6 +144,12 @@ class Lane:
         if (source := self._sources.get(number)) is not None:
             self._ready[number] = source
             self._wake.set()
+
+    def leave(self, number: int) -> None:
+        """The ingress does not want it any more; it may not have come here yet."""
+        self._left.append(number)
+        if (source := self._sources.get(number)) is not None:
+            source.lost()
 
     def remove(self, number: int) -> None:
         """Nothing more is taken of it."""
@@ -215,8 +229,11 @@ class ChannelServer:
             sender = asyncio.create_task(lane.run())
             try:
                 while True:  # until the ingress is gone
-                    _decode_resync(await _read(reader, MAX_HELLO))
-                    lane.resync()
+                    word = _decode_word(await _read(reader, MAX_HELLO))
+                    if word.resync:
+                        lane.resync()
+                    if word.left is not None:
+                        lane.leave(word.left)
             finally:
                 sender.cancel()
         except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError):
@@ -279,7 +296,12 @@ class ChannelClient:
     def resync(self, replica: str) -> None:
         """Ask a replica for all prefixes that it holds; where there is no channel, it says so when there is one."""
         if (writer := self._writers.get(replica)) is not None:
-            writer.write(_frame(_Resync()))
+            writer.write(_frame(_Word(resync=True)))
+
+    def leave(self, replica: str, number: int) -> None:
+        """Nobody here waits for this call any more. Serve is told so too, but what it tells may be lost on the way."""
+        if (writer := self._writers.get(replica)) is not None:
+            writer.write(_frame(_Word(left=number)))
 
     async def _keep(self, replica: str, address: Address) -> None:
         while True:

@@ -88,7 +88,7 @@ class AppArgs(ModelArgs):
         (), description="Several models in place of the one that the keys beside it describe."
     )
     engine_stall_s: float = Field(
-        60, gt=0, description="An engine that has requests and made no step for so long is ended and replaced."
+        60, gt=0, description="An engine that is busy with one step for so long is ended, and its replica replaced."
     )
     ingress: IngressConfig = IngressConfig()
 

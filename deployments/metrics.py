@@ -2,7 +2,7 @@
 
 Ray puts ``ray_`` before a name and allows no colon in it, so vLLM's ``vllm:num_requests_running`` is scraped as
 ``ray_vllm_num_requests_running``, here and under Ray Serve LLM alike. Nothing here runs per token: engine figures are
-set from its load report once a second, latencies are observed once a chunk or once a request.
+set from its load report twice a second, latencies are observed once a chunk or once a request.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
@@ -31,10 +30,11 @@ from nanoengine.cache.events import HeldPrefixes
 from nanoengine.config import EngineConfig
 from nanoengine.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from nanoengine.outputs import Delta, Load
+from nanoengine.pulse import Pulse
 
 logger = logging.getLogger("ray.serve")
 
-WATCH_PERIOD_S = 1.0
+WATCH_PERIOD_S = 0.5
 REPORT_PERIOD_S = 0.1  # between two reports to routers, if no call arrives
 REPORT_GAP_S = 0.002  # at least, also if calls do: ingresses that choose within that time don't know of each other
 KV_SCARCE = 0.9  # fraction of KV blocks in use, from which on one waits for blocks rather than for a turn
@@ -292,15 +292,13 @@ class EngineReplica:
 
     async def _watch_engine(self) -> None:
         """Report metrics, and end an engine that stands still: its process lives, and nothing else would notice."""
-        steps, since = 0, time.monotonic()
+        pulse = Pulse(self._engine.pid or 0)
         while self._engine.dead is None:
             await asyncio.sleep(WATCH_PERIOD_S)
-            load = self._engine.load()
-            self._metrics.update(load)
-            if load.steps != steps or not self._open.total():
-                steps, since = load.steps, time.monotonic()
-            elif time.monotonic() - since > self._stall_s:
-                logger.error("the engine has requests and made no step for %.0f s: ending it", self._stall_s)
+            self._metrics.update(self._engine.load())
+            silent_s = self._engine.silent_s
+            if silent_s > self._stall_s or pulse.stuck(silent_s):
+                logger.error("nothing was heard of the engine for %.1f s: ending it", silent_s)
                 await self._engine.stop()  # fails its streams at once, and makes this replica's health red
 
     async def __del__(self) -> None:

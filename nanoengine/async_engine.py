@@ -113,6 +113,7 @@ class AsyncEngine:
         self._keys = itertools.count()
         self._memory: dict[int, asyncio.Future[MemorySummary]] = {}  # asked for, by number
         self._load = Load()
+        self._heard_at = time.monotonic()
         self._info: EngineInfo | None = None
         self._dead: EngineDeadError | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -150,7 +151,7 @@ class AsyncEngine:
             await self.stop()
             raise ModelLoadError(first.message) if first.load_error else EngineDeadError(first.message)
         assert isinstance(first, Ready)
-        self._info = first.info
+        self._info, self._heard_at = first.info, time.monotonic()
         self._receiver = asyncio.create_task(self._receive(reader))
         return first.info
 
@@ -187,6 +188,11 @@ class AsyncEngine:
     def dead(self) -> EngineDeadError | None:
         """Why the engine no longer works, or None while it does."""
         return self._dead
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine was heard of. It says something at least once a second, if it can."""
+        return time.monotonic() - self._heard_at
 
     @property
     def info(self) -> EngineInfo:
@@ -334,7 +340,7 @@ class AsyncEngine:
         self._die(EngineDeadError(f"{reason} ({self._exit_status()})"))
 
     def _apply(self, update: Update) -> None:
-        self._load = update.load
+        self._load, self._heard_at = update.load, time.monotonic()
         if update.prefixes is not None and self._on_prefixes is not None:
             self._on_prefixes(update.prefixes)
         streams = self._streams

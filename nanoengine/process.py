@@ -36,6 +36,8 @@ from nanoengine.protocol import (
     read_frame,
 )
 
+BEAT_S = 1.0  # the owner hears at least as often, work or none: else this loop is stuck
+
 log = logging.getLogger("nanoengine")
 
 
@@ -74,16 +76,15 @@ def main(fd: int) -> int:
 def _serve(engine: Engine, sock: socket.socket) -> None:
     inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(sock, inbox), name="receive", daemon=True).start()
+    told_at = time.monotonic()
     while True:
-        message = None
-        idle = not engine.has_work
-        if idle:
-            message = inbox.get()
-            if message is None:
-                return
-            _handle(engine, sock, message)
+        messages = []
+        if not engine.has_work:
+            with contextlib.suppress(queue.Empty):
+                messages.append(inbox.get(timeout=BEAT_S))
         while not inbox.empty():
-            message = inbox.get()
+            messages.append(inbox.get())
+        for message in messages:
             if message is None:
                 return
             _handle(engine, sock, message)
@@ -91,8 +92,9 @@ def _serve(engine: Engine, sock: socket.socket) -> None:
         output = engine.step()
         for key, error in output.refused if output is not None else ():
             sock.sendall(frame(Refused.of(key, error)))
-        if output is not None or message is not None:
+        if output is not None or messages or began - told_at >= BEAT_S:
             sock.sendall(frame(_update(engine, output, began)))
+            told_at = began
 
 
 def _receive(sock: socket.socket, inbox: queue.SimpleQueue[ToEngine | None]) -> None:

@@ -132,6 +132,7 @@ class EngineClient:
                 replica = self._placed.pop(call.number, "")
                 if not ended:  # else the watcher sees the call to its end
                     watcher.cancel()
+                    self._channels.leave(replica, call.number)
                     with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
                         stream.cancel()
             if isinstance(reply, Refusal) and reply.kind == "dead":
@@ -140,6 +141,8 @@ class EngineClient:
                 await asyncio.sleep(FULL_WAIT_S)
             elif not so_far.may_go_on(reply, replica):
                 raise self._error(reply) from (reply if isinstance(reply, BaseException) else None)
+            else:
+                logger.info("a sequence of %d tokens leaves replica %s: %r", so_far.count, replica, reply)
 
     async def memory(self) -> dict[str, Any]:
         """Where one replica's memory went, whichever answers. Raises ``ApiError``."""
@@ -198,8 +201,10 @@ class EngineClient:
         return internal()
 
     def _deliver(self, replica: str, number: int, chunk: Chunk) -> None:
-        if (inbox := self._inboxes.get(number)) is not None:  # else the client has left
+        if (inbox := self._inboxes.get(number)) is not None:
             inbox.put(chunk)
+        else:  # the client has left, and the replica has not heard of it yet, or never will
+            self._channels.leave(replica, number)
 
     @property
     def _placed(self) -> MutableMapping[int, str]:

@@ -159,6 +159,7 @@ class RoutingCore:
         now = self._clock()
         self._free += self.index.sweep()
         self.index.expire(now)
+        self.fleet.look(now)
         late = []
         for name, replica in self._replicas.items():
             if replica.info.caches and not replica.in_step and now - replica.asked_at > 1.0:
@@ -192,13 +193,14 @@ class RoutingCore:
 
     @property
     def dead(self) -> Set[str]:
-        """Replicas that said that their engine ended."""
-        return {self._names[slot] for slot in self.fleet.dead} if self.fleet.dead else frozenset()
+        """Replicas that said that their engine ended, or do not say anything any more."""
+        slots = self.fleet.dead | self.fleet.gone
+        return {self._names[slot] for slot in slots} if slots else frozenset()
 
     def choose(self, question: Question, excluded: Collection[str] = (), *, even_dead: bool = False) -> Choice | None:
         """The replica for a request, but none of ``excluded`` and none whose engine is dead; None where that is all."""
         slots = self._live
-        dead = set() if even_dead else self.fleet.dead
+        dead = set() if even_dead else self.fleet.dead | self.fleet.gone
         if excluded or dead:
             out = dead | {self._replicas[name].slot for name in excluded if name in self._replicas}
             slots = slots[~np.isin(slots, list(out))]

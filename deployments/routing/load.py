@@ -9,6 +9,7 @@ report, which a replica sends as soon as one of them arrives.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 SILENT_S = 2.0  # without a report for so long a replica's load is not known
+GONE_S = 5.0  # and after so long it gets nothing more: its process stands still, or there is no way to it
 RATE = 8000.0  # prompt tokens per second, as long as no replica has told its own
 
 
@@ -59,12 +61,13 @@ class _Reservation:
 class _Held:
     """This router's calls that are open at one replica."""
 
-    __slots__ = ("by_request", "measured", "newest", "number", "open")
+    __slots__ = ("by_request", "measured", "newest", "number", "open", "told_at")
 
     def __init__(self) -> None:
         self.by_request: dict[str, deque[_Reservation]] = defaultdict(deque)  # by Serve's request id
         self.measured = False  # whether the replica has told its rate
         self.number = 0  # of the last report
+        self.told_at = math.inf  # when the last one came that did not come through Serve
         self.newest = -1  # call that it includes
         self.open = 0
 
@@ -83,6 +86,7 @@ class Fleet:
     def __init__(self) -> None:
         self.ingress = ""  # under which name reports count this router's own calls
         self.dead: set[int] = set()  # slots whose engines have ended
+        self.gone: set[int] = set()  # slots that reported themselves, and do not any more
         self.others: Floats = np.zeros(0)  # sequences of other routers, by the last report
         self.own: Floats = np.zeros(0)  # this router's open calls
         self.work: Floats = np.zeros(0)  # prompt tokens ahead of a new request, at ``worked_at``
@@ -118,6 +122,11 @@ class Fleet:
     def leave(self, slot: int) -> None:
         self._held.pop(slot, None)
         self.dead.discard(slot)
+        self.gone.discard(slot)
+
+    def look(self, now: float) -> None:
+        """See who is gone. What Serve tells of them is what they said when they were not."""
+        self.gone = {slot for slot, held in self._held.items() if now - held.told_at > GONE_S}
 
     def report(self, slot: int, report: LoadReport, now: float) -> None:
         """A replica's report. One that is older than the last is ignored, and one through Serve while others come."""
@@ -130,6 +139,8 @@ class Fleet:
         elif report.number <= held.number:
             return
         held.number = report.number
+        if report.number:
+            held.told_at = now
         held.open, held.newest = report.ingresses.get(self.ingress, (0, -1))
         self.others[slot] = max(0, report.active - held.open)
         self.work[slot] = report.backlog_tokens + sum(one.tokens for one in held if one.call > held.newest)

@@ -105,6 +105,27 @@ async def test_leaving_the_loop_frees_the_blocks_within_200_ms(engine: AsyncEngi
     await idle(engine, within=0.2)
 
 
+async def test_an_engine_is_heard_of_while_idle_and_not_while_it_stands_still() -> None:
+    engine = AsyncEngine(config())
+    await engine.start()
+    assert engine.pid is not None
+    try:
+        await asyncio.sleep(0.1)
+        heard = engine._heard_at
+        async with asyncio.timeout(5):
+            while engine._heard_at == heard:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        os.kill(engine.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.1)
+        heard = engine._heard_at
+        await asyncio.sleep(1.5)
+        assert engine._heard_at == heard
+        assert engine.silent_s > 1.5
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+        await engine.stop()
+
+
 async def test_the_memory_summary_comes_while_idle_and_while_busy(engine: AsyncEngine) -> None:
     assert (await engine.memory_summary()).kv_pool == 0  # a stand-in has none
     busy = asyncio.create_task(collect(engine, list(b"go"), SamplingParams(max_tokens=50)))

@@ -71,7 +71,7 @@ class Cluster:
         )
         self._client = serve.start(http_options={"host": "127.0.0.1", "port": self.port})
 
-    def deploy(self, data: dict[str, Any], timeout: float = 60) -> None:
+    def deploy(self, data: dict[str, Any], timeout: float = 60, wait: bool = True) -> None:
         """Deploy as ``serve run`` does, and wait until it answers. Raises ``RuntimeError`` with Serve's message."""
         from ray.serve.context import _get_global_client
 
@@ -79,7 +79,7 @@ class Cluster:
         data["http_options"] = {**data.get("http_options", {}), "port": self.port}
         _get_global_client().deploy_apps(ServeDeploySchema.model_validate(data), _blocking=False)
         deadline = time.monotonic() + timeout
-        while True:
+        while wait:
             app = serve.status().applications.get("llm")
             if app is not None and app.status == "RUNNING" and self.healthy():
                 return

@@ -148,6 +148,21 @@ async def test_the_end_of_a_connection_is_told_to_who_sends_by_it(ends: Ends) ->
     assert not left.is_lost
 
 
+async def test_a_call_that_is_left_ends_even_if_serve_forgets_to_say_so(ends: Ends) -> None:
+    lane = await ends.connect()
+    known, other = Sequence(lane, 1), Sequence(lane, 2)
+    ends.client.leave("r", 1)
+    ends.client.leave("r", 3)
+    ends.client.leave("another, which is not connected", 2)
+    await until(lambda: 3 in lane._left)
+    assert known.is_lost
+    assert not other.is_lost
+    assert Sequence(lane, 3).is_lost, "it comes after the word that it was left"
+    for number in range(1000, 2000):
+        lane.leave(number)
+    assert len(lane._left) < 1000
+
+
 async def test_wrong_secret_opens_no_lane(ends: Ends) -> None:
     await ends.connect()
     stranger = ChannelClient("stranger", lambda *chunk: None, lambda *news: None)

@@ -433,6 +433,23 @@ def test_a_replica_that_is_gone_gets_nothing_and_leaves_nothing() -> None:
     assert question.cached[1] == 0
 
 
+def test_a_replica_that_falls_silent_gets_nothing_more() -> None:
+    c = core()
+    for name in "ab":
+        c.load(name, report(1))
+    c.load("c", report(0))  # there has been no way to it but Serve's
+    for second in range(1, 8):
+        c._clock.time += 1
+        c.load("b", report(1 + second))
+        c.load("a", report(0, active=second))  # Serve goes on telling what it was told last
+        c.wants()
+        assert c.dead == ({"a"} if second > 5 else set())
+    assert "a" not in {place(c, TOKENS[:100], call).replica for call in range(20)}
+    c.load("a", report(2))
+    c.wants()
+    assert c.dead == set()
+
+
 def test_dead_and_excluded_replicas() -> None:
     c = core()
     c.load("a", report(1, dead=True))

@@ -29,7 +29,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 LONG = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     try:
@@ -537,13 +537,18 @@ def test_last_engine_death(cluster: Cluster) -> None:
 
 def test_frozen_engine(cluster: Cluster) -> None:
     """A process that stands still is found out and replaced; what it had taken goes on at the new one."""
-    cluster.deploy(fixed(1, args__engine_stall_s=2))
+    cluster.deploy(fixed(1))
     eventually(lambda: cluster.replicas() == 1 and len(engine_processes(cluster)) == 1, 30, "one replica")
     (engine,) = engine_processes(cluster)
     with httpx.Client(base_url=cluster.url, timeout=30) as http:
         assert post(http, prompt="x", max_tokens=2).status_code == 200
         engine.send_signal(signal.SIGSTOP)
-        assert post(http, prompt="x", max_tokens=2).status_code == 200
+        statuses: list[int] = []
+        asking = threading.Thread(target=lambda: statuses.append(post(http, prompt="x", max_tokens=2).status_code))
+        asking.start()
+        eventually(lambda: not cluster.healthy(), 6, "red health")  # five, and the time that asking takes
+        asking.join(60)
+        assert statuses == [200]
     eventually(lambda: not engine.is_running(), 15, "its end")
 
 
