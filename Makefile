@@ -21,13 +21,10 @@ export RAY_ADDRESS ?= local
 export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-# The way of a token: HAProxy in place of Serve's Python proxy, an ingress that writes to it from the loop on which its
-# requests run, and calls between replicas over gRPC, with room for the longest prompt. Without them all is as correct,
-# and an event costs several times as much (docs/data-plane.md).
+# The way of a token: HAProxy in place of Serve's Python proxy, and an ingress that writes to it from the loop on which
+# its requests run. Without them all is as correct, and an event costs several times as much (docs/data-plane.md).
 export RAY_SERVE_ENABLE_HA_PROXY ?= 1
 export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
-export RAY_SERVE_USE_GRPC_BY_DEFAULT ?= 1
-export RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH ?= 67108864
 export RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S ?= 600
 export RAY_SERVE_HAPROXY_BINARY_PATH ?= $(CURDIR)/deployments/haproxy_on_loopback.sh
 export PIP_NO_INPUT := 1

@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=64_000, help="tokens per second of all streams together")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--ingresses", type=int, default=1)
-    parser.add_argument("--proxy", choices=PROXIES, default="haproxy-loop-grpc")
+    parser.add_argument("--proxy", choices=PROXIES, default="haproxy-loop")
     parser.add_argument("--tokens", choices=TOKENS, default="channel", help="how they come from replica to ingress")
     parser.add_argument("--input", type=int, default=512, help="with --output: tokens of a prompt")
     parser.add_argument("--output", type=int, help="closed loop: tokens of an answer")
