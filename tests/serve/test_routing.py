@@ -289,6 +289,8 @@ def test_session_keeps_together_and_moves_only_what_it_must() -> None:
         assert fewer == home or home == 4, "only the lost replica's sessions move"
     busy = policy.choose(candidates(session="s0", active=[3.0 if i != homes[0] else 30.0 for i in range(5)]))
     assert busy != homes[0], "a bound on load comes before affinity"
+    quiet = [0.0 if i != homes[0] else 3.0 for i in range(5)]
+    assert policy.choose(candidates(session="s0", active=quiet)) == homes[0], "but on a quiet fleet"
 
 
 @pytest.mark.parametrize(

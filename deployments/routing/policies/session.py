@@ -9,6 +9,10 @@ import random
 from deployments.routing.policies.base import Candidates, RoutingPolicy
 from deployments.routing.policies.power_of_two import PowerOfTwo
 
+FEW = 4
+"""Sequences that a replica may have whatever the mean is: they hardly slow each other, and on a quiet fleet the bound
+would else be one, which a report that is 100 ms old already exceeds."""
+
 
 class Session(RoutingPolicy):
     """Each session ranks all replicas by a hash, and takes the first of them with room for one more under ``bound``
@@ -28,7 +32,7 @@ class Session(RoutingPolicy):
     def choose(self, candidates: Candidates) -> int:
         if not candidates.session:
             return self._fallback.choose(candidates)
-        most = math.ceil(self._bound * (float(candidates.active.sum()) + 1) / len(candidates))
+        most = max(FEW, math.ceil(self._bound * (float(candidates.active.sum()) + 1) / len(candidates)))
         ranks = sorted(range(len(candidates)), key=lambda i: _weight(candidates, i), reverse=True)
         return next((i for i in ranks if candidates.active[i] + 1 <= most), ranks[0])
 
