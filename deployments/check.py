@@ -25,6 +25,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRoute
 from ray.serve.request_router import RequestRouter
 from ray.serve.schema import ServeDeploySchema
 
+from deployments.autoscaling.policy import QueueDepthPolicy
 from deployments.config import unknown_keys
 from deployments.routing.router import EngineRouter
 
@@ -115,6 +116,8 @@ def _check_autoscaling(data: dict[str, Any]) -> None:
         raise ValueError("look_back_period_s must be longer than metrics_interval_s")
     policy = import_attr(scaling.policy.policy_function)
     if isinstance(policy, type):
+        if issubclass(policy, QueueDepthPolicy):
+            policy.targets(**scaling.policy.policy_kwargs)
         policy = policy(**scaling.policy.policy_kwargs)
     _try_policy(policy, scaling)
 

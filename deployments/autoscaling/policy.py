@@ -36,12 +36,27 @@ class QueueDepthPolicy:
     and as many as were needed at any moment of ``downscale_delay_s``, not just at its end.
     """
 
-    def __init__(self, target_queue_depth: float = 16.0, target_prefill_use: float | None = None) -> None:
-        for name, value in (("target_queue_depth", target_queue_depth), ("target_prefill_use", target_prefill_use)):
-            if value is not None and not (_is_number(value) and value > 0):
+    def __init__(self, **kwargs: Any) -> None:
+        """Takes ``policy_kwargs``, as ``targets`` does; wrong ones make a policy that leaves the count as it is. Serve
+        makes it on its controller, where an exception would stop updates like one in a call."""
+        self._fault: Exception | None = None
+        try:
+            self._target_queue_depth, self._target_prefill_use = self.targets(**kwargs)
+        except (TypeError, ValueError) as error:
+            self._fault = error
+
+    @staticmethod
+    def targets(
+        target_queue_depth: float = 16.0, target_prefill_use: float | None = None
+    ) -> tuple[float, float | None]:
+        """The same. Raises ``ValueError`` or ``TypeError`` where these are none."""
+        given = {"target_queue_depth": target_queue_depth}
+        if target_prefill_use is not None:
+            given["target_prefill_use"] = target_prefill_use
+        for name, value in given.items():
+            if not (_is_number(value) and value > 0):
                 raise ValueError(f"{name} must be a number above 0, got {value!r}")
-        self._target_queue_depth = target_queue_depth
-        self._target_prefill_use = target_prefill_use
+        return target_queue_depth, target_prefill_use
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """``context`` is a ``ray.serve.config.AutoscalingContext``. Returns the desired count and the next state."""
@@ -51,6 +66,8 @@ class QueueDepthPolicy:
             return context.target_num_replicas, _complain(context, error)
 
     def _decide(self, context: Any) -> tuple[int, dict[str, Any]]:
+        if self._fault is not None:
+            raise self._fault
         target = int(context.target_num_replicas)
         if not context.running_replicas:
             # None is up yet, so there is nothing to read. The target stands: it is what is being started.

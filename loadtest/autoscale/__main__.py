@@ -42,7 +42,10 @@ def ours(setting: Setting, plain: bool = False) -> Scaler:
     data = next(one["autoscaling_config"] for one in application["deployments"] if "autoscaling_config" in one)
     config = AutoscalingConfig(**(data | {"min_replicas": setting.smallest, "max_replicas": setting.largest}))
     kwargs = config.policy.policy_kwargs
-    return Serve(QueueDepthPolicy(kwargs["target_queue_depth"]) if plain else QueueDepthPolicy(**kwargs), config)
+    return Serve(
+        QueueDepthPolicy(target_queue_depth=kwargs["target_queue_depth"]) if plain else QueueDepthPolicy(**kwargs),
+        config,
+    )
 
 
 def serve(setting: Setting, target: float) -> Scaler:

@@ -56,7 +56,7 @@ class Cluster:
     """A running cluster; ``deploy`` replaces what it serves."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="ns")  # short: Ray puts socket paths under it, and they have a limit
+        self.folder = tempfile.mkdtemp(prefix="ns")  # short: Ray puts socket paths under it, and they have a limit
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         os.environ.pop("RAY_ADDRESS", None)
@@ -64,7 +64,7 @@ class Cluster:
             address="local",
             num_cpus=4,
             include_dashboard=False,
-            _temp_dir=self._folder,
+            _temp_dir=self.folder,
             object_store_memory=128 << 20,
             log_to_driver=False,
             namespace="serve",
@@ -105,7 +105,7 @@ class Cluster:
     def stop(self) -> None:
         serve.shutdown()
         ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def eventually(condition: Callable[[], Any], timeout: float = 5, what: str = "condition") -> float:

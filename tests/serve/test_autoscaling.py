@@ -187,9 +187,17 @@ def test_where_none_is_up_the_target_stands() -> None:
 
 @pytest.mark.parametrize("name", ["target_queue_depth", "target_prefill_use"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "8"])
-def test_bad_targets_are_refused_at_once(name: str, value: Any) -> None:
+def test_bad_targets_are_named_and_leave_the_count(name: str, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Serve's controller, which makes the policy, gets no exception; ``deployments.check`` does."""
     with pytest.raises(ValueError, match=name):
-        QueueDepthPolicy(**{name: value})
+        QueueDepthPolicy.targets(**{name: value})
+    assert QueueDepthPolicy(**{name: value})(context([9]))[0] == 7
+    assert name in caplog.text
+
+
+def test_an_unknown_argument_leaves_the_count(caplog: pytest.LogCaptureFixture) -> None:
+    assert QueueDepthPolicy(target_queue=8)(context([9]))[0] == 7
+    assert "unexpected keyword argument 'target_queue'" in caplog.text
 
 
 anything = st.one_of(
@@ -234,7 +242,9 @@ def test_more_work_never_asks_for_fewer(loads: list[tuple[float, ...]], target: 
             "cached_tokens": [series(1e6, rate) for rate in cached],
         }
         waiting[0] += extra
-        return QueueDepthPolicy(8, 0.75)(context(waiting, running, target=target, told=told))[0]
+        return QueueDepthPolicy(target_queue_depth=8, target_prefill_use=0.75)(
+            context(waiting, running, target=target, told=told)
+        )[0]
 
     assert count(more) >= count(0)
 
@@ -248,7 +258,7 @@ def test_a_steady_load_has_one_answer(active: float, target: int) -> None:
         share = [[TimeStampedValue(NOW, active / target)]] * target
         told = {name: [[TimeStampedValue(NOW, 0.0)]] * target for name in ("kv_usage", "prefill_rate")}
         given_ = context(share, target=target, told=told)
-        target = max(1, QueueDepthPolicy(16, 0.75)(given_)[0])
+        target = max(1, QueueDepthPolicy(target_prefill_use=0.75)(given_)[0])
         seen.append(target)
     assert len(set(seen[5:])) == 1
     assert active / 16 <= seen[-1] + 1e-9
@@ -274,6 +284,6 @@ def test_serve_can_send_it_to_its_controller() -> None:
     blob = policy.get_serialized_policy_def()
     assert blob is not None
     assert b"stays at" in blob, "the code itself, not the name of a module"
-    count, state = cloudpickle.loads(blob)(8)(context([0], [9], target=1))
+    count, state = cloudpickle.loads(blob)(target_queue_depth=8)(context([0], [9], target=1))
     assert count == 2
     assert state["lows"] == [(NOW, 2)]
