@@ -20,14 +20,14 @@ NEVER_IMPORTED := '/(tests|testing|transformers/models|ray/(rllib|data|tune|trai
 export RAY_ADDRESS ?= local
 export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
+export PIP_NO_INPUT := 1
 
 # The way of a token: HAProxy in place of Serve's Python proxy, and an ingress that writes to it from the loop on which
 # its requests run. Without them all is as correct, and an event costs several times as much (docs/data-plane.md).
-export RAY_SERVE_ENABLE_HA_PROXY ?= 1
-export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
-export RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S ?= 600
-export RAY_SERVE_HAPROXY_BINARY_PATH ?= $(CURDIR)/deployments/haproxy_on_loopback.sh
-export PIP_NO_INPUT := 1
+serve: export RAY_SERVE_ENABLE_HA_PROXY ?= 1
+serve: export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
+serve: export RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S ?= 600
+serve: export RAY_SERVE_HAPROXY_BINARY_PATH ?= $(CURDIR)/deployments/haproxy_on_loopback.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help serve install model default-model check test soak lint format loadtest manifests clean

@@ -225,7 +225,7 @@ def test_environment_is_the_same_on_head_and_workers(service: Manifest) -> None:
 
 
 def test_tokens_take_the_same_way_as_with_make_serve(service: Manifest) -> None:
-    made = dict(re.findall(r"^export (RAY_SERVE_\w+) \?= (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = dict(re.findall(r"^serve: export (RAY_SERVE_\w+) \?= (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
     image = dict(re.findall(r"\b(RAY_SERVE_\w+)=(\d+)", (ROOT / "k8s/Dockerfile").read_text()))
     assert made.items() >= image.items()
     assert made.keys() - image.keys() == {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"}, "a matter of each cluster's grace"

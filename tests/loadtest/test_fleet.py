@@ -78,7 +78,9 @@ def test_a_configuration_is_one_that_serve_takes(router: str) -> None:
 
 def test_rays_router_sees_equal_prefixes_of_tokens_as_equal_prefixes_of_text() -> None:
     def text(prompt: list[int]) -> str:
-        call = GenerateCall(ingress="i", number=0, prompt=np.array(prompt, np.int32), params=SamplingParams())
+        call = GenerateCall(
+            ingress="i", number=0, prompt=np.array(prompt, np.int32), params=SamplingParams(), model="m"
+        )
         return PrefixAffinity._extract_text_from_request(None, SimpleNamespace(args=[call]))  # type: ignore[arg-type]
 
     assert len(text([1, 0xD800, 151_000])) == 3
