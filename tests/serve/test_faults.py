@@ -323,6 +323,7 @@ async def under_load(service: Service, seed: int) -> AsyncIterator[list[Ending]]
         endings += await load
 
 
+@pytest.mark.soak
 async def test_engine_added_and_drained_at_peak(service: Service) -> None:
     """Nothing is lost, not even a stream that has begun: what drains ends its streams first."""
     async with under_load(service, seed=10) as endings:

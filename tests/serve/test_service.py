@@ -511,6 +511,7 @@ def test_engine_death(cluster: Cluster) -> None:
     eventually(lambda: cluster.replicas() == 2, 30, "two replicas")
 
 
+@pytest.mark.soak  # half a minute, for what test_engine_death shows in part
 def test_last_engine_death(cluster: Cluster) -> None:
     """With no other replica: 503 with Retry-After, /health red, then all well again; but who had begun waits for it."""
     cluster.deploy(fixed(1, args__ingress__replica_wait_s=0.5))
@@ -535,6 +536,7 @@ def test_last_engine_death(cluster: Cluster) -> None:
         assert found == [whole]
 
 
+@pytest.mark.soak  # half a minute, for what test_engine_death shows in part
 def test_frozen_engine(cluster: Cluster) -> None:
     """A process that stands still is found out and replaced; what it had taken goes on at the new one."""
     cluster.deploy(fixed(1))
