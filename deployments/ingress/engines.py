@@ -98,7 +98,7 @@ class EngineClient:
             # Drawn here, so that another replica draws the same tokens.
             params = params.seeded(random.getrandbits(63))
         so_far = _SoFar(prompt)
-        handle = self._handle.options(session_id=session) if session else self._handle  # a copy takes 10 us
+        handle = self._handle.options(session_id=session) if session else self._handle
         while True:
             await self._wait_for_replica(so_far)
             call = GenerateCall(

@@ -314,8 +314,11 @@ async def test_the_first_delta_says_how_long_it_waited() -> None:
 
 
 async def test_an_open_stream_that_is_closed_is_aborted(engine: AsyncEngine) -> None:
-    stream = engine.open(list(b"tell me"), SamplingParams(max_tokens=900), lambda: None)
-    await asyncio.sleep(0.05)
+    before = engine.load().finished.get("abort", 0)
+    begun = asyncio.Event()
+    stream = engine.open(list(b"tell me"), SamplingParams(max_tokens=900), begun.set)
+    await begun.wait()
     stream.close()
     stream.close()
     await idle(engine)
+    assert engine.load().finished["abort"] == before + 1

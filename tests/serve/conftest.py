@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from tests.serve.cluster import Cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Of a module: a process has one Ray at a time, and other modules start their own."""
+    cluster = Cluster()
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 def pytest_configure(config: pytest.Config) -> None:

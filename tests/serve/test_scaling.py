@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +23,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 RATE = 2.0  # requests a second that one replica can do: prompts of 250 tokens, at some 500 a second
 TTFT_S = 2.5  # objective for nine of ten requests
 DOWN_S = 15.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    try:
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 def deploy(cluster: Cluster, smallest: int = 1, *, cpus: float = 0.5, largest: int = 7, **changes: Any) -> None:

@@ -29,15 +29,6 @@ MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 LONG = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    try:
-        yield cluster
-    finally:
-        cluster.stop()
-
-
 def fixed(replicas: int, **changes: Any) -> dict[str, Any]:
     """The configuration with so many engine replicas, no autoscaling."""
     data = config(**changes)

@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -35,15 +35,6 @@ def service(replicas: int, **changes: Any) -> dict[str, Any]:
     engine["num_replicas"] = replicas
     engine["ray_actor_options"] = {"num_cpus": 0.3}
     return data
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    try:
-        yield cluster
-    finally:
-        cluster.stop()
 
 
 def settled(cluster: Cluster, replicas: int) -> None:

@@ -25,8 +25,7 @@ class Llama3Parser(CallParser):
     def __init__(self, tools: Mapping[str, dict[str, Any]]) -> None:
         super().__init__(TAG, "between")
         self._names = tools.keys()
-        self._between: list[str] = []  # white space at the start, or what stands between calls
-        self._separated = False  # a semicolon is among it
+        self._separated = False  # a semicolon is among what stands between calls
         self._tagged = False
 
     def _step(self, text: str, parts: list[Part]) -> str | None:
@@ -60,9 +59,8 @@ class Llama3Parser(CallParser):
         return self._take_opening() + solid
 
     def _take_opening(self) -> str:
-        text = "".join(self._between)
-        self._between, self._separated = [], False
-        return text
+        self._separated = False
+        return super()._take_opening()
 
     def end(self) -> list[Part]:
         if self._state == "object":

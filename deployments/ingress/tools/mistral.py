@@ -30,7 +30,6 @@ class MistralParser(CallParser):
         super().__init__(MARK, "text")
         self._head = ""  # what followed the mark so far
         self._value = Value("{")  # arguments that go out
-        self._between: list[str] = []  # what stands before the next call: layout, the brackets and commas of an array
 
     def _step(self, text: str, parts: list[Part]) -> str | None:
         match self._state:
@@ -97,11 +96,6 @@ class MistralParser(CallParser):
                 return solid[1:]
         self._state = "text"
         return self._take_opening() + solid
-
-    def _take_opening(self) -> str:
-        text = "".join(self._between)
-        self._between = []
-        return text
 
     def end(self) -> list[Part]:
         match self._state:

@@ -35,6 +35,7 @@ class CallParser(ABC):
         self._state = state
         self._until = Until(mark)
         self._calls = 0
+        self._between: list[str] = []  # what has come before what may be a call
         self._object: OpenCall = CallObject(0, "")
 
     def push(self, text: str) -> list[Part]:
@@ -48,9 +49,10 @@ class CallParser(ABC):
     def _step(self, text: str, parts: list[Part]) -> str | None:
         """Take what belongs to the present state, and give what follows it: None where all was taken."""
 
-    @abstractmethod
     def _take_opening(self) -> str:
         """What has come before what may be a call, and is text if it turns out to be none. Once."""
+        text, self._between = "".join(self._between), []
+        return text
 
     def _words(self, text: str, parts: list[Part]) -> str | None:
         """Text up to the mark; gives what follows the mark."""

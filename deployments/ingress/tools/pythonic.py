@@ -166,7 +166,6 @@ class PythonicParser(CallParser):
     def __init__(self, tools: Mapping[str, dict[str, Any]]) -> None:
         super().__init__(MARK, "start")
         self._names = tools.keys()
-        self._between: list[str] = []  # what stands before the list, or between calls
         self._tagged = False
 
     def _step(self, text: str, parts: list[Part]) -> str | None:
@@ -195,11 +194,6 @@ class PythonicParser(CallParser):
             return solid[1:]
         self._state = "text"
         return solid[1:] if begins == "between" and solid[0] == "]" else opening + solid
-
-    def _take_opening(self) -> str:
-        text = "".join(self._between)
-        self._between = []
-        return text
 
     def end(self) -> list[Part]:
         match self._state:
