@@ -1,12 +1,14 @@
 """The engine on a GPU against transformers in fp32, one axis at a time: backend, block size, graphs, overlap, sharing.
 
 In float32 every token must be transformers' own choice up to a tie of 1e-3; in bfloat16 and float16 each token must
-score within 0.1 of it in log-probability, and the log-probabilities that the engine reports are compared too. Of the
-real model, whose bfloat16 is not that exact, this holds for the first token that differs.
+score within 0.1 of it in log-probability, and the log-probabilities that the engine reports are compared too. The real
+model is not that exact in bfloat16, whoever computes it: there the first token that differs may score as far below as
+that of transformers' own bfloat16 does, and half as much again.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from pathlib import Path
@@ -75,6 +77,18 @@ class Reference:
         chosen = logprobs.gather(1, torch.tensor(output, device="cuda")[:, None])[:, 0]
         return (best[:, 0] - chosen).cpu().numpy(), chosen.cpu().numpy(), (best[:, 0] - best[:, 1]).cpu().numpy()
 
+    @torch.inference_mode()
+    def narrow_tie(self, dtype: str, prompts: list[list[int]], max_tokens: int) -> float:
+        """How far the first token that differs scores below the choice, at most, when transformers computes in
+        ``dtype``."""
+        narrow, worst = copy.deepcopy(self._model).to(getattr(torch, dtype)), 0.0
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device="cuda")
+            made = narrow.generate(ids, max_new_tokens=max_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+            below = self.judge(prompt, made[0, len(prompt) :].tolist())[0]
+            worst = max(worst, float(below[(below > 0).argmax()]))
+        return worst
+
 
 def build(model: Path, **settings: Any) -> Engine:
     limits = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 256, "num_blocks": 512}
@@ -113,9 +127,12 @@ def check(
     max_tokens: int,
     dtype: str,
     *,
-    to_first_difference: bool = False,
+    first_tie: float | None = None,
 ) -> np.ndarray:
-    """Compare greedy answers, and the log-probabilities of every third; returns the gaps of the first two."""
+    """Compare greedy answers, and the log-probabilities of every third; returns the gaps of the first two.
+
+    ``first_tie``: only the first token that differs is held to the reference, and may score so far below.
+    """
     params = [
         SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0 if i % 3 == 2 else None)
         for i in range(len(prompts))
@@ -125,8 +142,10 @@ def check(
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         assert len(answer) == max_tokens
         below, scored, gap = reference.judge(prompt, answer)
-        worst = int((below > 0).argmax() if to_first_difference else below.argmax())
-        assert below[worst] <= TIE[dtype], f"prompt {i}, token {worst}: {below[worst]:.4f} below transformers' choice"
+        worst = int(below.argmax() if first_tie is None else (below > 0).argmax())
+        assert below[worst] <= (first_tie or TIE[dtype]), (
+            f"prompt {i}, token {worst}: {below[worst]:.4f} below transformers' choice"
+        )
         if logprobs[i]:
             off = np.abs(np.array(logprobs[i]) - scored).max()
             assert off <= LOGPROB[dtype], f"prompt {i}: a log-probability is off by {off:.4f}"
@@ -176,21 +195,27 @@ def test_a_float8_cache_is_off_by_little(tiny: tuple[Path, Reference]) -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm(default_gguf: Path) -> tuple[Reference, list[list[int]]]:
+def smollm(default_gguf: Path) -> tuple[Reference, list[list[int]], dict[str, float | None]]:
+    """(the judge, prompts, the first tie that ``check`` may allow in each dtype)."""
     load = {"pretrained_model_name_or_path": default_gguf.parent, "gguf_file": default_gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**load)
     reference = Reference(transformers.AutoModelForCausalLM.from_pretrained(**load, dtype=torch.float32))
-    return reference, [tokenizer(text)["input_ids"] for text in QUESTIONS]
+    prompts = [tokenizer(text)["input_ids"] for text in QUESTIONS]
+    own = {dtype: reference.narrow_tie(dtype, prompts, 64) for dtype in ("bfloat16", "float16")}
+    print(f"transformers' own first difference: {own}")
+    return reference, prompts, {"float32": None, **{d: max(TIE[d], 1.5 * most) for d, most in own.items()}}
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_name)
-def test_the_default_model(smollm: tuple[Reference, list[list[int]]], default_gguf: Path, case: dict[str, Any]) -> None:
-    reference, prompts = smollm
+def test_the_default_model(
+    smollm: tuple[Reference, list[list[int]], dict[str, float | None]], default_gguf: Path, case: dict[str, Any]
+) -> None:
+    reference, prompts, ties = smollm
     settings = {**BASE, **case}
     if "num_blocks" not in settings:
         settings["num_blocks"] = 20 * 256 // settings.get("block_size", 16)
-    narrow = settings["dtype"] != "float32"
-    check(reference, build(default_gguf, **settings), prompts, 64, settings["dtype"], to_first_difference=narrow)
+    dtype = settings["dtype"]
+    check(reference, build(default_gguf, **settings), prompts, 64, dtype, first_tie=ties[dtype])
 
 
 def test_many_rows_of_one_long_prefix(tmp_path: Path) -> None:
