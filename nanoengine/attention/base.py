@@ -163,14 +163,14 @@ class ForwardContext:
         """Keys and values of a layer, each [blocks, block_size, kv_heads, head_dim]: written before ``attend``."""
         return self._cache.keys[spec.layer], self._cache.values[spec.layer]
 
-    def attend(self, spec: AttentionSpec, q: Tensor) -> Tensor:
-        """Attend q, [T, heads, head_dim], to all that its row may see of the pages; returns q's shape."""
+    def attend(self, spec: AttentionSpec, q: Tensor, out: Tensor | None = None) -> Tensor:
+        """Attend q, [T, heads, head_dim], to all that its row may see of the pages; returns q's shape, in ``out`` if
+        that is given."""
         keys, values = self.pages(spec)
         batch, backend = self._batch, self._backend
         n = batch.num_decodes
-        if n == q.shape[0]:
-            return backend.decode(spec, q, keys, values, batch, self._plan)
-        if n == 0:
-            return backend.prefill(spec, q, keys, values, batch, self._plan)
-        decoded = backend.decode(spec, q[:n], keys, values, batch, self._plan)
-        return torch.cat((decoded, backend.prefill(spec, q[n:], keys, values, batch, self._plan)))
+        if 0 < n < q.shape[0]:
+            decoded = backend.decode(spec, q[:n], keys, values, batch, self._plan)
+            return torch.cat((decoded, backend.prefill(spec, q[n:], keys, values, batch, self._plan)), out=out)
+        attended = (backend.decode if n else backend.prefill)(spec, q, keys, values, batch, self._plan)
+        return attended if out is None else out.copy_(attended)

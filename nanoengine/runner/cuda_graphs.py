@@ -7,8 +7,12 @@ smallest that holds it, its missing rows padded with rows of length 0, which rea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE as Pool
 
 
 def batch_sizes(most: int, fineness: int = 3) -> list[int]:
@@ -26,7 +30,7 @@ def batch_sizes(most: int, fineness: int = 3) -> list[int]:
 class DecodeGraphs:
     """Graphs of ``forward(rows, variant)``, for each number of rows in ``sizes`` (ascending), by variant.
 
-    They share one memory pool, as only one runs at a time: what ``forward`` is to leave behind goes into tensors made
+    They share their memory, as only one runs at a time: what ``forward`` is to leave behind goes into tensors made
     before.
     """
 
@@ -38,9 +42,9 @@ class DecodeGraphs:
         self._device = device
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
-    def capture(self) -> None:
-        """Record all graphs; the buffers that ``forward`` reads must hold something that it can compute with."""
-        pool = torch.cuda.graph_pool_handle()
+    def capture(self, pool: Pool) -> None:
+        """Record all graphs; the buffers that ``forward`` reads must hold something that it can compute with. ``pool``
+        is memory that other graphs may have as well."""
         stream = torch.cuda.Stream(self._device)
         # What fills the buffers may still be under way; without this the first run could read what was there before.
         stream.wait_stream(torch.cuda.current_stream(self._device))

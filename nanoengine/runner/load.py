@@ -24,6 +24,7 @@ from nanoengine.runner.built import BuiltRunner, Phases, model_len
 from nanoengine.runner.cuda_graphs import batch_sizes
 from nanoengine.runner.memory import MemoryAccount, Usage, peak, pool_bytes, trim
 from nanoengine.runner.model_runner import ModelRunner, StepLimits
+from nanoengine.runner.piecewise_graphs import token_counts
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.sampling.sampler import Sampler
 from nanoengine.scheduling.step import Admission, Step
@@ -66,6 +67,7 @@ def load_runner(
 
         fused = DeviceSampler(rows, next((i for i in eos_token_ids if i < num_tokens), 0), device)
     longest = config.max_model_len or model_config.max_position
+    graphs = config.cuda_graphs and ops.fused and backend.planned
     parts = _Parts(
         config=config,
         model_config=model_config,
@@ -75,7 +77,8 @@ def load_runner(
         limits=StepLimits(rows, tokens, -(-longest // config.block_size)),
         device=device,
         kv_dtype=kv_dtype,
-        graph_sizes=tuple(batch_sizes(rows)) if config.cuda_graphs and ops.fused and backend.planned else (),
+        graph_sizes=tuple(batch_sizes(rows)) if graphs else (),
+        graph_tokens=tuple(token_counts(tokens, model_config)) if graphs else (),
     )
     workspace, available = 0, config.cpu_kv_cache_bytes
     if device.type == "cuda":
@@ -84,9 +87,9 @@ def load_runner(
     with phases("kv_pool"):
         num_blocks = config.num_blocks or _pool_blocks(parts, available)
         runner = parts.runner(parts.cache(num_blocks))
-    with phases("graphs"), _grown(device) as graphs:
-        if parts.graph_sizes:
-            runner.capture(parts.graph_sizes)
+    with phases("graphs"), _grown(device) as captured:
+        if graphs:
+            runner.capture(parts.graph_sizes, parts.graph_tokens)
     if device.type == "cuda":
         parts.largest_step(runner)  # takes the workspace, and compiles what is still to compile
     info = EngineInfo(
@@ -107,7 +110,7 @@ def load_runner(
         device,
         weights=model.weight_bytes(),
         kv_pool=num_blocks * parts.block_bytes,
-        graphs=graphs.bytes,
+        graphs=captured.bytes,
         workspace=workspace,
     )
     return BuiltRunner(runner, info, account.summary)
@@ -125,7 +128,8 @@ class _Parts:
     limits: StepLimits
     device: torch.device
     kv_dtype: torch.dtype
-    graph_sizes: tuple[int, ...]  # empty: no graphs
+    graph_sizes: tuple[int, ...]  # rows of decode steps; empty: no graphs
+    graph_tokens: tuple[int, ...]  # of other steps
 
     @property
     def block_bytes(self) -> int:
@@ -205,13 +209,13 @@ def _profile(parts: _Parts) -> tuple[int, int]:
         workspace = peak(lambda: parts.largest_step(trial), device)
         with _grown(device) as graph:
             if parts.graph_sizes:
-                trial.capture(parts.graph_sizes[-1:])
+                trial.capture(parts.graph_sizes[-1:], parts.graph_tokens[-1:])
         return workspace, graph.bytes
 
     workspace, graph_bytes = measure()
     trim(device)
-    utilization, graphs = parts.config.gpu_memory_utilization, 2 * len(parts.graph_sizes)  # with prefixes, without
-    return workspace, pool_bytes(utilization, workspace, graph_bytes, graphs, device)
+    graphs = 2 * len(parts.graph_sizes) + len(parts.graph_tokens)  # with prefixes, without
+    return workspace, pool_bytes(parts.config.gpu_memory_utilization, workspace, graph_bytes, graphs, device)
 
 
 @dataclass(slots=True)

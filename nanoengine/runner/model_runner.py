@@ -18,6 +18,7 @@ from nanoengine.outputs import PromptScores, TokenLogprob
 from nanoengine.runner.base import StepResult
 from nanoengine.runner.cuda_graphs import DecodeGraphs, batch_sizes
 from nanoengine.runner.inputs import FlatInputs, Staging, flatten, words
+from nanoengine.runner.piecewise_graphs import PiecewiseGraphs
 from nanoengine.sampling.sampler import Logprobs, Sampler
 from nanoengine.sampling.scores import Scores, score
 from nanoengine.scheduling.step import IntArray, Scoring, Step
@@ -63,6 +64,7 @@ class ModelRunner:
         self._limits = limits
         self._planner = planner
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PiecewiseGraphs | None = None
         # The token that each slot's sequence decodes next stays on the device: a step needs none from the host. The
         # slot after the last is the padding's.
         self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int32, device=device)
@@ -102,8 +104,8 @@ class ModelRunner:
         return _Launched(self, step, sampling, constrained, scores)
 
     def _eager(self, step: Step, inputs: FlatInputs) -> tuple[Tensor, list[Scores]]:
-        """Any step, one operation after the other. Returns the logits of the rows that sample, in order, and what
-        ``step.scorings`` ask for."""
+        """Any step, what it does beside the model one operation after the other. Returns the logits of the rows that
+        sample, in order, and what ``step.scorings`` ask for."""
         admitted = np.array([admission.slot for admission in step.admissions], np.int32)
         rows, decodes = inputs.sampled_rows, step.num_decodes
         plans: tuple[IntArray, ...] = ()
@@ -136,7 +138,10 @@ class ModelRunner:
         input_ids = self._last_token.index_select(0, decoded)
         if len(tokens):
             input_ids = torch.cat((input_ids, tokens))
-        hidden = self._model(input_ids, positions, ForwardContext(self._backend, self._cache, batch))
+        ctx = ForwardContext(self._backend, self._cache, batch)
+        hidden = None if self._pieces is None else self._pieces(input_ids, positions, ctx)
+        if hidden is None:
+            hidden = self._model(input_ids, positions, ctx)
         scores = []
         for scoring in step.scorings:
             begin = int(inputs.query_start[scoring.row]) + scoring.first - 1 - int(step.starts[scoring.row])
@@ -193,8 +198,9 @@ class ModelRunner:
     # -- graphs --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Record decode steps of these numbers of rows (ascending) as CUDA graphs; steps that only decode use them."""
+    def capture(self, sizes: Sequence[int], token_counts: Sequence[int] = ()) -> None:
+        """Record decode steps of these numbers of rows (ascending) as CUDA graphs, which steps that only decode use,
+        and for other steps what comes between their attentions, for these numbers of tokens (ascending)."""
         limits, device, planner = self._limits, self.device, self._planner
         assert planner is not None
         self._slots, self._seq_lens, self._positions, self._kv_slots, *self._work = self._staging.fixed(self._pads)
@@ -212,7 +218,12 @@ class ModelRunner:
             coarse = batch_sizes(limits.rows, fineness=2)
             variants[True] = [size for size in sizes if size in coarse]
         graphs = DecodeGraphs(self._decode, variants, device)
-        graphs.capture()
+        pool = torch.cuda.graph_pool_handle()
+        if token_counts:
+            pieces = PiecewiseGraphs(self._model, self._cache, token_counts, device)
+            pieces.capture(pool)
+            self._pieces = pieces
+        graphs.capture(pool)
         self._graphs = graphs
 
     def _replay(self, step: Step, inputs: FlatInputs) -> Tensor | None:

@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.errors import ModelLoadError
+from nanoengine.runner.piecewise_graphs import PiecewiseGraphs
 from nanoengine.sampling.params import SamplingParams
 from tests.engine.test_equality import QUESTIONS, tiny_prompts
 from tests.engine.tiny_models import FAMILIES, VOCAB, write_tiny_model
@@ -234,6 +235,44 @@ def test_many_rows_of_one_long_prefix(tmp_path: Path) -> None:
         for on in (True, False)
     ]
     assert answers[0] == answers[1]
+
+
+def test_prefills_between_the_sizes_of_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with prefill say in graphs what they say without: as many tokens as a graph has, one fewer and one more,
+    alone and beside decodes."""
+    folder = write_tiny_model(tmp_path, "qwen3", max_position_embeddings=512)
+    run = PiecewiseGraphs.__call__
+    ran: list[bool] = []
+
+    def counted(self: PiecewiseGraphs, *args: Any) -> Any:
+        ran.append((hidden := run(self, *args)) is not None)
+        return hidden
+
+    monkeypatch.setattr(PiecewiseGraphs, "__call__", counted)
+    rng = np.random.default_rng(0)
+    lengths = [size + off for size in (8, 64, 96, 224) for off in (-1, 0, 1)]
+    prompts = [rng.integers(3, VOCAB, n).tolist() for n in lengths]
+    params = SamplingParams(temperature=0, max_tokens=3 * len(prompts), ignore_eos=True, logprobs=0)
+    answers = []
+    for graphs in (True, False):
+        engine = build(folder, dtype="float32", cuda_graphs=graphs, max_model_len=512, enable_prefix_caching=False)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for i, prompt in enumerate(prompts):  # each is filled in beside those before it
+            engine.add(i, np.array(prompt, np.int32), params)
+            for _ in range(2):
+                _take(engine, tokens)
+        while engine.has_work:
+            _take(engine, tokens)
+        answers.append(tokens)
+    assert answers[0] == answers[1]
+    assert len(ran) >= len(prompts)
+    assert all(ran)
+
+
+def _take(engine: Engine, tokens: list[list[int]]) -> None:
+    if output := engine.step():
+        for key, token in zip(output.keys.tolist(), output.tokens.tolist(), strict=True):
+            tokens[key].append(token)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
