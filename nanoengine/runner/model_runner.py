@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -81,18 +82,21 @@ class ModelRunner:
     # -- launch --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> _Launched:
-        for admission in step.admissions:
+    def launch(self, step: Step, before: Callable[[], None] = lambda: None) -> _Launched:
+        inputs = flatten(step, self._cache.block_size)
+        decodes_only = step.num_decodes == len(step.slots)
+        graph = self._stage(step, inputs) if self._graphs is not None and decodes_only else None
+        before()
+        for admission in step.admissions:  # not earlier: a slot's last sequence may have a row in the step before
             self._sampler.admit(admission)
             asked = admission.params.logprobs
             self._num_logprobs[admission.slot] = -1 if asked is None else asked
-        inputs = flatten(step, self._cache.block_size)
-        logits: Tensor | None = None
         scores: list[Scores] = []
-        if self._graphs is not None and step.num_decodes == len(step.slots):
-            logits = self._replay(step, inputs)
-        if logits is None:
+        if graph is None:
             logits, scores = self._eager(step, inputs)
+        else:
+            graph()
+            logits = self._logits[: len(step.slots), : self._sampler.vocab_size]
 
         rows = inputs.sampled_rows
         slots, positions = step.slots[rows], inputs.seq_lens[rows]  # the token sampled comes right after the context
@@ -226,8 +230,9 @@ class ModelRunner:
         graphs.capture(pool)
         self._graphs = graphs
 
-    def _replay(self, step: Step, inputs: FlatInputs) -> Tensor | None:
-        """A step of decodes as a graph; returns its logits, or None if there is no graph for so many rows."""
+    def _stage(self, step: Step, inputs: FlatInputs) -> Callable[[], None] | None:
+        """Send a step of decodes to where its graph reads it; returns that graph, to be run, or None if there is none
+        for so many rows."""
         assert self._graphs is not None
         assert self._planner is not None
         rows = len(step.slots)
@@ -247,8 +252,7 @@ class ModelRunner:
         pads = self._pads if shared or not self._planner.shares else self._pads[:-2]
         block_table = self._staging.send(arrays, pads)[-1]
         self._block_table[:rows, : block_table.shape[1]].copy_(block_table)
-        self._graphs.replay(size, shared)
-        return self._logits[:rows, : self._sampler.vocab_size]
+        return partial(self._graphs.replay, size, shared)
 
     def _decode(self, rows: int, shared: bool) -> None:
         """A decode step of the first rows of the buffers, from the token embedding to the sampled token."""

@@ -238,12 +238,12 @@ def test_one_corrupted_block_turns_it_red(tmp_path: Path) -> None:
     runner: Any = engine._runner
     launch, launched = runner.launch, 0
 
-    def corrupting(step: Step) -> Any:
+    def corrupting(step: Step, *args: Any) -> Any:
         nonlocal launched
         launched += 1
         if launched == 5:
             runner._cache.keys[2][int(step.block_table[0, 0])] *= -1
-        return launch(step)
+        return launch(step, *args)
 
     runner.launch = corrupting
     outputs = generate(engine, prompts, 24)

@@ -298,7 +298,7 @@ def test_rows_that_pad_a_graph_write_nowhere(tmp_path: Path, dtype: str, monkeyp
     layers = [*runner._cache.keys, *runner._cache.values]
     launch, owned, padded, ever = runner.launch, set[int](), set[int](), set[int]()
 
-    def checked(step: Any) -> Any:
+    def checked(step: Any, *args: Any) -> Any:
         rows = [
             (table[: -(-(start + count) // size)].tolist(), range(start, start + count))
             for table, start, count in zip(step.block_table, step.starts.tolist(), step.counts.tolist(), strict=True)
@@ -311,7 +311,7 @@ def test_rows_that_pad_a_graph_write_nowhere(tmp_path: Path, dtype: str, monkeyp
         owned.update(mine)
         ever.update(mine)
         before = [layer.clone() for layer in layers]
-        pending = launch(step)
+        pending = launch(step, *args)
         torch.cuda.synchronize()
         written = torch.zeros(blocks, size, dtype=torch.bool)
         for table, positions in rows:
