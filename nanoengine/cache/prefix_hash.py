@@ -28,11 +28,20 @@ HashArray = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
+_MIX = tuple(np.uint64(x) for x in (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31))
+"""Made once: most of what a short prompt costs are the calls of numpy, and a number that has a type is the cheapest."""
+
+
 def _mix(x: HashArray) -> HashArray:
-    """The finaliser of SplitMix64 (Steele et al., 2014): every input bit changes about half of the output bits."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    """The finaliser of SplitMix64 (Steele et al., 2014), in place: every input bit changes about half of the output
+    bits."""
+    first, times, second, again, third = _MIX
+    x ^= x >> first
+    x *= times
+    x ^= x >> second
+    x *= again
+    x ^= x >> third
+    return x
 
 
 def _odd(first: int, count: int) -> HashArray:
@@ -70,8 +79,12 @@ class PrefixChain:
         blocks = tokens[: count * ROUTER_BLOCK].reshape(count, ROUTER_BLOCK).astype(np.uint64)
         end = self.blocks + count
         positions = _POSITION[self.blocks : end] if end <= len(_POSITION) else _odd(self.blocks, count)
+        sums = blocks.dot(_TOKEN)
         # One in each place adds the same to every block's sum: it keeps a block of zeros from being nothing.
-        sums = np.cumsum(_mix(blocks @ _TOKEN + _GOLDEN) * positions)
+        sums += _GOLDEN
+        sums = _mix(sums)
+        sums *= positions
+        sums = np.add.accumulate(sums)
         sums += self._sum
         self.blocks, self._sum = end, sums[-1]
         return _mix(sums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -36,15 +37,34 @@ def test_long_prompts_are_walked_to_their_end(length: int) -> None:
     i = index()
     i.store(3, HASHES)
     i.store(1, HASHES[: length - 1])
-    assert i.match(HASHES[:length]).tolist() == [0, length - 1, 0, length]
+    i.store(2, np.delete(HASHES, 4))
+    assert i.match(HASHES[:length]).tolist() == [0, length - 1, 4, length]
 
 
+def test_who_joins_changes_nothing_for_the_others() -> None:
+    """More than 64 replicas take a second word of bits."""
+    i = index(3)
+    i.store(0, HASHES[:20])
+    i.store(1, HASHES[:10])
+    i.expect(2, HASHES[:5], 10.0)
+    i.widen(70)
+    assert i.match(HASHES[:30]).tolist() == [20, 10, 5, *[0] * 67]
+    i.store(69, HASHES[:15])
+    i.expect(69, HASHES[15:18], 11.0)
+    i.remove(0, HASHES[12:14])
+    assert i.match(HASHES[:30]).tolist() == [12, 10, 5, *[0] * 66, 18]
+
+
+slots = st.sampled_from([0, 1, 63, 64, 69])  # few, so that several hold the same
+ranges = (st.integers(0, 390), st.integers(1, 60))
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("store"), st.integers(0, 69), st.integers(0, 390), st.integers(1, 60)),
-        st.tuples(st.just("remove"), st.integers(0, 69), st.integers(0, 390), st.integers(1, 60)),
-        st.tuples(st.just("clear"), st.integers(0, 69)),
-        st.tuples(st.just("drop"), st.integers(0, 69)),
+        st.tuples(st.just("store"), slots, *ranges),
+        st.tuples(st.just("remove"), slots, *ranges),
+        st.tuples(st.just("clear"), slots),
+        st.tuples(st.just("drop"), slots),
+        st.tuples(st.just("expect"), slots, *ranges),
+        st.tuples(st.just("expire"), st.integers(1, 20)),
     ),
     max_size=40,
 )
@@ -53,30 +73,47 @@ operations = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(operations, st.integers(0, 390))
 def test_is_what_sets_would_be(steps: list[tuple[Any, ...]], start: int) -> None:
-    """Seventy replicas, so that holders take two words of bits; a table of 64 places, so that it has to grow."""
-    i, truth = index(70), [set[int]() for _ in range(70)]
-    for step in steps:
+    """Up to seventy replicas, which join when they are first heard of, so that sets of them come to take a second word
+    of bits; a table of 64 places, so that it has to grow."""
+    i, told, soon = index(1), [set[int]() for _ in range(70)], deque[tuple[int, int, set[int]]]()
+    for now, step in enumerate(steps):
+        if step[0] != "expire":
+            i.widen(step[1] + 1)
         match step:
             case ("store", slot, first, count):
                 i.store(slot, HASHES[first : first + count])
-                truth[slot] |= set(HASHES[first : first + count].tolist())
+                told[slot] |= set(HASHES[first : first + count].tolist())
             case ("remove", slot, first, count):
                 i.remove(slot, HASHES[first : first + count])
-                truth[slot] -= set(HASHES[first : first + count].tolist())
+                told[slot] -= set(HASHES[first : first + count].tolist())
             case ("clear", slot):
                 i.clear(slot)
-                truth[slot] = set()
+                told[slot] = set()
             case ("drop", slot):
                 i.drop(slot)
                 while i.sweep(3) != [slot]:
                     pass
-                truth[slot] = set()
+                told[slot] = set()
+            case ("expect", slot, first, count):
+                i.expect(slot, HASHES[first : first + count], now)
+                soon.append((now, slot, set(HASHES[first : first + count].tolist())))
+            case ("expire", age):
+                i.expire(now - age)
+                while soon and soon[0][0] <= now - age:
+                    soon.popleft()
+    count = len(i.held)
     assert i.left_out == 0
-    assert i.held.tolist() == [len(held) for held in truth]
-    assert len(i) == len(set().union(*truth))
+    assert i.held.tolist() == [len(held) for held in told[:count]]
+    assert len(i) == len(set().union(*told))
+    shared = sum(n > 1 for n in Counter(hash for held in told for hash in held).values())
+    assert len(i._rows.bits) - i._rows.singles - len(i._rows._free) == shared
+    holds = [held.union(*(hashes for _, other, hashes in soon if other == slot)) for slot, held in enumerate(told)]
     prompt = HASHES[start:]
-    expected = [next((n for n, h in enumerate(prompt.tolist()) if h not in held), len(prompt)) for held in truth]
-    assert i.match(prompt).tolist() == expected
+    expected = [next((n for n, h in enumerate(prompt.tolist()) if h not in held), len(prompt)) for held in holds]
+    assert i.match(prompt).tolist() == expected[:count]
+    i.expire(len(steps))
+    assert not i._expected
+    assert not i._again
 
 
 def test_expectations_count_until_they_expire() -> None:
