@@ -257,7 +257,7 @@ async def test_news_are_read_also_when_nothing_is_routed(router: EngineRouter) -
         router.observe("a", LoadReport(number=number, active=7), [])
     await asyncio.sleep(0.01)
     assert not router._news
-    assert router._core.fleet.others[0] == 7
+    assert router._core.fleet.figures.active[0] == 7
 
 
 async def test_a_gap_is_told_to_the_ingress_once(router: EngineRouter) -> None:

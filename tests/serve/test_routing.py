@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from deployments.replica import EngineReplica
 from deployments.routing.accuracy import PATIENCE, Accuracy
 from deployments.routing.core import EXPECT_S, Choice, RouteRequest, RoutingCore
-from deployments.routing.load import SILENT_S, Fleet, LoadReport, ReplicaInfo, read_report
+from deployments.routing.load import SILENT_S, Fleet, LoadReport, Loads, ReplicaInfo, read_report
 from deployments.routing.policies import POLICIES
 from deployments.routing.policies.base import Candidates, RoutingPolicy
 from deployments.routing.policies.least_work import LeastWork
@@ -66,8 +66,9 @@ def fleet(slots: int = 3) -> Fleet:
 
 
 def seen(fleet: Fleet, slot: int, now: float = 0.0) -> tuple[float, float]:
-    """(active, backlog) of a slot."""
-    return float(fleet.others[slot] + fleet.own[slot]), float(fleet.backlog(np.array([slot]), now)[0])
+    """(active, backlog) of a slot, the latter to a millionth of a token."""
+    loads = fleet.loads(now, np.array([slot]))
+    return float(loads.active[0]), round(float(loads.backlog[0]), 6)
 
 
 def test_reservations_count_at_once_and_until_released() -> None:
@@ -128,14 +129,14 @@ def test_fan_out_shares_one_request_id() -> None:
 
 
 def waits(fleet: Fleet, now: float) -> list[float]:
-    every = np.arange(len(fleet.own))
-    return [round(float(wait), 6) for wait in fleet.wait(fleet.backlog(every, now), np.full(3, 1 / RATE), every, now)]
+    return [round(float(wait), 6) for wait in fleet.loads(now).wait]
 
 
 def test_a_request_waits_for_others_prompts_and_for_a_place() -> None:
     f = fleet()
     f.report(0, report(1, backlog=RATE, prefill_rate=RATE, place_s=0.3), 10.0)
     f.report(1, report(1, backlog=RATE, prefill_rate=RATE, place_s=3.0), 10.0)
+    f.report(2, report(1), 10.0)
     assert waits(f, 10.0) == [1.3, 4.0, 0.0]
     assert waits(f, 10.5) == [0.5, 3.0, 0.0], "both pass with time: no report is needed for it"
     assert waits(f, 20.0) == [0.0, 0.0, 0.0]
@@ -179,7 +180,7 @@ def test_fleet_adds_up_whatever_happens(steps: list[tuple[int, int, bool, int]])
         if tokens % 5 == 0:
             for other in range(3):
                 f.report(other, report(call, active=tokens, newest=call - 2, prefill_rate=3.0), float(call))
-        assert f.reserved == len(held) == f.own.sum()
+        assert f.reserved == len(held)
         assert all(seen(f, other, call + 1.0)[1] >= 0 and seen(f, other)[0] >= 0 for other in range(3))
     for pair in held:
         f.release(*pair)
@@ -195,10 +196,10 @@ def candidates(tokens: int = 1000, session: str = "", **arrays: Any) -> Candidat
     count = max((len(values) for values in arrays.values()), default=3)
     waits = [tokens / RATE for tokens in arrays.get("backlog", [0.0] * count)]
     defaults: dict[str, Any] = {"token_s": [1 / RATE] * count, "wait": waits}
-    fields = ("cached", "backlog", "wait", "active", "kv_usage", "fullness", "token_s", "harm")
+    fields = ("cached", *Loads._fields)
     values = {name: np.array(arrays.get(name, defaults.get(name, [0.0] * count)), float) for name in fields}
     names = [f"r{i}" for i in range(count)]
-    return Candidates(names, np.arange(count), tokens, session=session, **values)
+    return Candidates(names, np.arange(count), tokens, values.pop("cached"), Loads(**values), session)
 
 
 def shares(policy: RoutingPolicy, c: Candidates, times: int = 900) -> Counter[int]:

@@ -21,4 +21,4 @@ class LeastWork(RoutingPolicy):
         self._rng = rng or random.Random()
 
     def choose(self, candidates: Candidates) -> int:
-        return pick_least(candidates.backlog + self._sequence_tokens * candidates.active, self._rng)
+        return pick_least(candidates.loads.backlog + self._sequence_tokens * candidates.loads.active, self._rng)

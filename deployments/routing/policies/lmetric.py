@@ -21,4 +21,4 @@ class LMetric(RoutingPolicy):
 
     def choose(self, candidates: Candidates) -> int:
         c = candidates
-        return pick_least((c.backlog + c.prompt_tokens - c.cached) * (c.active + 1), self._rng)
+        return pick_least((c.loads.backlog + c.prompt_tokens - c.cached) * (c.loads.active + 1), self._rng)

@@ -18,4 +18,4 @@ class PowerOfTwo(RoutingPolicy):
         if len(candidates) == 1:
             return 0
         a, b = self._rng.sample(range(len(candidates)), 2)
-        return a if candidates.active[a] <= candidates.active[b] else b
+        return a if candidates.loads.active[a] <= candidates.loads.active[b] else b

@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 
-from deployments.routing.policies.base import Candidates, RoutingPolicy, pick_one
+from deployments.routing.load import Floats, Slots
+from deployments.routing.policies.base import Candidates, RoutingPolicy, least, pick_one
 
 TIE_S = 0.01
 KV_LIMIT = 0.9
@@ -57,17 +58,23 @@ class Prefix(RoutingPolicy):
         self._busy = 0.0  # share of replicas with a backlog, over the last hundred or so decisions
 
     def choose(self, candidates: Candidates) -> int:
-        c = candidates
-        self._busy += 0.01 * (np.count_nonzero(c.backlog) / len(c) - self._busy)
+        at, count = candidates.loads, len(candidates)
+        self._busy += 0.01 * (np.count_nonzero(at.backlog) / count - self._busy)
         rho = self._displacement + max(0.0, self._busy - 0.8) / 0.2 * (self._busy_displacement - self._displacement)
-        uncached = c.prompt_tokens - c.cached
-        work = c.backlog + uncached
-        costs = c.wait + (1.0 + rho * c.fullness) * uncached * c.token_s + self._decode_weight * c.harm * c.active
-        if c.kv_usage.max() > KV_LIMIT:
-            costs += self._kv_weight * np.maximum(0.0, c.kv_usage - KV_LIMIT)
-        bound = self._max_skew * work.sum() / len(c)
-        if work.max() > bound:
-            over = (work > bound) & (work > work.min() + SKEW_S / c.token_s)
-            costs[over] = np.inf  # never all of them: the least work is never over
-        least = float(costs.min())
-        return pick_one(costs <= least + max(TIE_S, 0.02 * least), self._rng)
+        uncached = candidates.prompt_tokens - candidates.cached
+        costs = at.wait + (1.0 + rho * at.fullness) * uncached * at.token_s + self._decode_weight * at.harm * at.active
+        if at.kv_usage.max() > KV_LIMIT:
+            costs += self._kv_weight * np.maximum(0.0, at.kv_usage - KV_LIMIT)
+        work = uncached + at.backlog
+        bound = self._max_skew * float(work.sum()) / count
+        best = _least_or_equal(costs)
+        if work[best].max() > bound:
+            costs[(work > bound) & (work > least(work) + SKEW_S / at.token_s)] = np.inf  # never all: not the least work
+            best = _least_or_equal(costs)
+        return pick_one(best, self._rng)
+
+
+def _least_or_equal(costs: Floats) -> Slots:
+    """Indices of those that are as good as the best."""
+    best = least(costs)
+    return (costs <= best + max(TIE_S, 0.02 * best)).nonzero()[0]

@@ -32,9 +32,9 @@ class Session(RoutingPolicy):
     def choose(self, candidates: Candidates) -> int:
         if not candidates.session:
             return self._fallback.choose(candidates)
-        most = max(FEW, math.ceil(self._bound * (float(candidates.active.sum()) + 1) / len(candidates)))
+        most = max(FEW, math.ceil(self._bound * (float(candidates.loads.active.sum()) + 1) / len(candidates)))
         ranks = sorted(range(len(candidates)), key=lambda i: _weight(candidates, i), reverse=True)
-        return next((i for i in ranks if candidates.active[i] + 1 <= most), ranks[0])
+        return next((i for i in ranks if candidates.loads.active[i] + 1 <= most), ranks[0])
 
 
 def _weight(candidates: Candidates, index: int) -> bytes:
