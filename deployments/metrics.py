@@ -92,13 +92,19 @@ class RequestMetrics:
             "decode": histogram("request_decode_time_seconds", "From the first token to the last.", _E2E),
         }
         self._chunks = 0
-        reasons = (*_TAGS, "finished_reason")
-        self._success = Counter("vllm_request_success", description="Requests by how they ended.", tag_keys=reasons)
+        reason, finished = (*_TAGS, "reason"), (*_TAGS, "finished_reason")
+        self._success = Counter("vllm_request_success", description="Requests by how they ended.", tag_keys=finished)
         self._success.set_default_tags(dict(tags))
         self._rejected = Counter(
-            "vllm_admission_rejections", description="Requests refused, by reason.", tag_keys=("model_name", "reason")
+            "vllm_admission_rejections", description="Requests refused, by reason.", tag_keys=reason
         )
         self._rejected.set_default_tags(dict(tags))
+        self._continuations = Counter(
+            "vllm_request_continuations",
+            description="Sequences that left a replica to go on at another, by why.",
+            tag_keys=reason,
+        )
+        self._continuations.set_default_tags(dict(tags))
 
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -120,6 +126,10 @@ class RequestMetrics:
 
     def rejected(self, reason: str) -> None:
         self._rejected.inc(tags={"reason": reason})
+
+    def continued(self, reason: str) -> None:
+        """``reason``: lost or stopping."""
+        self._continuations.inc(tags={"reason": reason})
 
 
 def _tagged(metric: M, tags: dict[str, str]) -> M:

@@ -148,24 +148,38 @@ class Api:
         get("/version", self.version)
         return app
 
+    def drain(self) -> int:
+        """Take nothing new; returns how many requests are in flight."""
+        self._admission.close()
+        return self._admission.in_flight
+
     # Routes without a body.
 
     async def models(self) -> Response:
-        """Every name that requests may give as ``model``."""
-        return _json(
-            {"object": "list", "data": [model.card(name, self._created) for name, model in self._models.items()]}
-        )
+        """The names that requests may give as ``model`` now. Raises ``ApiError`` (503) where there is none."""
+        ready = self._ready(*self._models.values())
+        cards = [model.card(name, self._created) for name, model in self._models.items() if model in ready]
+        return _json({"object": "list", "data": cards})
 
     async def model(self, name: str) -> Response:
-        """One of them. Raises ``ApiError`` (404)."""
-        return _json(self._named(name).card(name, self._created))
+        """One of them. Raises ``ApiError``: 404 where there is none such, 503 while it could not be served."""
+        (model,) = self._ready(self._named(name))
+        return _json(model.card(name, self._created))
 
     async def health(self) -> Response:
-        """200 while a request could be served, 503 while no engine is known to be up. No engine is asked. Where they
-        may be scaled to zero a request can always be served, if late."""
-        if self._config.start_wait_s is None and not any(model.engines.available() for model in self._models.values()):
-            raise unavailable("no engine replica is up", self._config.retry_after_s)
+        """200 while a request could be served, else 503."""
+        self._ready(*self._models.values())
         return _json({"status": "ok"})
+
+    def _ready(self, *models: ServedModel) -> list[ServedModel]:
+        """Those that have an engine that is known to be up; none is asked. Where they may be scaled to zero a request
+        can always be served, if late. Raises ``ApiError`` (503) where there is none, or the service is being stopped.
+        """
+        self._admission.check_open()
+        ready = [model for model in models if self._config.start_wait_s is not None or model.engines.available()]
+        if not ready:
+            raise unavailable("no engine replica is up", self._config.retry_after_s)
+        return ready
 
     async def memory(self, model: str | None = None) -> Response:
         """Where the memory of one of a model's engine replicas went, in bytes: asked again, perhaps another's."""

@@ -9,7 +9,7 @@ import random
 import time
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Coroutine, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, MutableMapping
 from contextlib import nullcontext, suppress
 from enum import Enum
 from functools import partial
@@ -45,20 +45,25 @@ FULL_WAIT_S = 0.25  # between two tries to go on where all others are full
 class EngineClient:
     """Calls engine replicas. Knows nothing of HTTP but how to say what went wrong."""
 
-    def __init__(self, handle: DeploymentHandle, config: IngressConfig, model: str) -> None:
-        """``model`` is the ``identity`` of the engines that the prompts are made for."""
+    def __init__(
+        self, handle: DeploymentHandle, config: IngressConfig, model: str, continued: Callable[[str], None]
+    ) -> None:
+        """``model`` is the ``identity`` of the engines that the prompts are made for; ``continued`` is told of
+        each sequence that has to go on at another replica, and why."""
         self._handle = handle.options(method_name="generate", stream=True)  # which also starts the handle's router
         self._memory = handle.options(method_name="memory")
         self._first = FirstReplica(handle.options(method_name="load").remote, config.start_wait_s or 0.0)
         self._key = (handle.app_name, handle.deployment_name)
         self._config = config
         self._model = model
+        self._continued = continued
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._inboxes: dict[int, _Inbox] = {}  # by call number
         self._pacer = Pacer(MAX_PAUSE_S if HAPROXY else MAX_PAUSE_QUEUED_S)
         self._tasks: set[asyncio.Task[None]] = set()
         self._standing = Standing()
+        self._stopped = False
         self._channels = ChannelClient(self._name, self._deliver, self._observe, self._lost)
 
     def available(self) -> bool:
@@ -67,6 +72,12 @@ class EngineClient:
         if router is None:  # not made yet, or serve_config.yaml names another router than ours
             return bool(self._handle.running_replicas_populated())
         return router.live_replicas > 0
+
+    def stop(self) -> None:
+        """End all sequences, with an error, and begin none any more."""
+        self._stopped = True
+        for inbox in self._inboxes.values():
+            inbox.end(_stopping(self._config.retry_after_s))
 
     @property
     def max_model_len(self) -> int | None:
@@ -101,6 +112,8 @@ class EngineClient:
         handle = self._handle.options(session_id=session) if session else self._handle
         while True:
             await self._wait_for_replica(so_far)
+            if self._stopped:
+                raise _stopping(self._config.retry_after_s)
             call = GenerateCall(
                 ingress=self._name,
                 number=next(self._numbers),
@@ -143,6 +156,7 @@ class EngineClient:
                 raise self._error(reply) from (reply if isinstance(reply, BaseException) else None)
             else:
                 logger.info("a sequence of %d tokens leaves replica %s: %r", so_far.count, replica, reply)
+                self._continued((reply if isinstance(reply, _Leave) else _Leave.LOST).value)
 
     async def memory(self) -> dict[str, Any]:
         """Where one replica's memory went, whichever answers. Raises ``ApiError``."""
@@ -184,6 +198,8 @@ class EngineClient:
         match reply:
             case asyncio.CancelledError():
                 raise reply
+            case ApiError():
+                return reply
             case Refusal(kind="invalid"):
                 return ApiError(400, reply.message, param=reply.param, code=reply.code)
             case Refusal(kind="overloaded"):
@@ -250,10 +266,14 @@ class EngineClient:
             await asyncio.sleep(LOOK_S)
 
 
+def _stopping(retry_after_s: float) -> ApiError:
+    return unavailable("the service is being stopped; try again", retry_after_s)
+
+
 class _Leave(Enum):
     """Why a call ends that its replica has not ended."""
 
-    LOST = "lost"  # the channel to it is, on which its chunks would have come
+    LOST = "lost"  # the replica is, or the channel to it, on which its chunks would have come
     STOPPING = "stopping"  # it will be killed soon
 
 

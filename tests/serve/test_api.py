@@ -455,9 +455,11 @@ async def test_models_health_version(service: Service) -> None:
     assert (await service.post(CHAT, messages=MESSAGES, model="alias")).json()["model"] == "alias"
     assert (await service.http.get("/health")).status_code == 200
     service.engines.up = False
-    response = await service.http.get("/health")
-    envelope(response, 503)
-    assert response.headers["retry-after"] == "1"
+    for path in ("/health", "/v1/models", "/v1/models/m"):  # clients take any of them for readiness
+        response = await service.http.get(path)
+        assert envelope(response, 503)["code"] == "engine_unavailable"
+        assert response.headers["retry-after"] == "1"
+    envelope(await service.http.get("/v1/models/x"), 404)
     assert (await service.http.get("/version")).json()["version"]
     assert (await service.http.get("/debug/memory")).json() == {"replica": "r1", "weights": 5}
 
@@ -516,6 +518,25 @@ async def test_client_that_leaves_in_its_body_is_an_abort_and_no_error(
     assert service.metrics.seen == {"finished:abort": 1}
     assert service.api._admission.in_flight == 0
     assert not caplog.records
+
+
+async def test_what_is_open_ends_while_a_drained_service_takes_nothing_new(service: Service) -> None:
+    service.engines.hold = asyncio.Event()
+    held = [asyncio.create_task(service.post(CHAT, messages=MESSAGES, stream=i % 2 == 0)) for i in range(2)]
+    await service.engines.until_open(2)
+    assert service.api.drain() == 2
+    for response in (
+        *[await service.http.get(path) for path in ("/health", "/v1/models", "/v1/models/m")],
+        await service.post(CHAT, messages=MESSAGES),
+        await service.post(CHAT, messages=MESSAGES, stream=True),
+        await service.post("/tokenize", prompt="a"),
+    ):
+        envelope(response, 503)
+        assert int(response.headers["retry-after"]) >= 1
+    assert service.api.drain() == 2, "none of those is open"
+    service.engines.hold.set()
+    assert [response.status_code for response in await asyncio.gather(*held)] == [200] * 2
+    assert service.api.drain() == 0
 
 
 async def test_limit_of_requests_in_flight(service: Service) -> None:

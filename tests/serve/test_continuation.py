@@ -57,6 +57,7 @@ class Handle:
     def __init__(self, router: Router, *scripts: Script) -> None:
         self.calls: list[GenerateCall] = []
         self.cancelled: list[int] = []
+        self.continued: list[str] = []  # why, of each sequence that left a replica to go on
         self._router, self._scripts = router, scripts
 
     def options(self, **options: Any) -> Handle:
@@ -116,7 +117,8 @@ def router() -> Iterator[Router]:
 
 def client_of(router: Router, *scripts: Script, **limits: Any) -> tuple[EngineClient, Handle]:
     handle = Handle(router, *scripts)
-    client = EngineClient(handle, IngressConfig(**{"resume_wait_s": 0.3, **limits}), "m")  # type: ignore[arg-type]
+    limits = {"resume_wait_s": 0.3, **limits}
+    client = EngineClient(handle, IngressConfig(**limits), "m", handle.continued.append)  # type: ignore[arg-type]
     client._standing.update(router.replica_metadata)
     return client, handle
 
@@ -147,6 +149,7 @@ async def test_a_lost_sequence_goes_on_with_the_same_tokens(
     assert second.avoid == ("r0",)
     assert first.params == second.params
     assert first.params.seed is not None, "or it would go on with others"
+    assert handle.continued == ["lost"]
     assert not router.placed
 
 
@@ -176,6 +179,7 @@ async def test_what_is_no_loss_is_not_tried_again(router: Router, end: End, stat
     with pytest.raises(ApiError) as raised:
         await collect(client)
     assert (raised.value.status, len(handle.calls)) == (status, 1)
+    assert not handle.continued
 
 
 async def test_who_has_begun_waits_where_all_others_are_full(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +188,7 @@ async def test_who_has_begun_waits_where_all_others_are_full(router: Router, mon
     client, handle = client_of(router, Script(3, lost()), full, full, Script())
     assert "".join(chunk.text for chunk in await collect(client)) == WHOLE
     assert len(handle.calls) == 4
+    assert handle.continued == ["lost"], "once, however often it asks"
 
 
 async def test_who_has_lost_the_last_replica_waits_for_a_new_one(router: Router) -> None:
@@ -235,6 +240,7 @@ async def test_calls_leave_a_replica_before_it_is_killed_if_there_is_another(rou
     client._leave({"r0"}, _Leave.STOPPING)
     assert "".join(chunk.text for chunk in await reading) == WHOLE
     assert handle.calls[1].avoid == ("r0",)
+    assert handle.continued == ["stopping"]
 
 
 async def test_tokens_that_do_not_add_up_are_not_gone_on_from(router: Router) -> None:

@@ -52,7 +52,7 @@ class Handle:
 
 
 async def generate(error: BaseException, handle: Handle | None = None, **call: Any) -> EngineClient:
-    client = EngineClient(handle or Handle(error), IngressConfig(resume_wait_s=0.5), "m")
+    client = EngineClient(handle or Handle(error), IngressConfig(resume_wait_s=0.5), "m", [].append)
     try:
         async for _ in client.generate(np.array([1], np.int32), SamplingParams(), **call):
             pass

@@ -79,6 +79,8 @@ async def test_models_are_listed_and_others_are_not_found(service: Service) -> N
 async def test_healthy_while_one_is_up(service: Service) -> None:
     service.engines["small"].up = False
     assert (await service.http.get("/health")).status_code == 200
+    assert [model["id"] for model in (await service.http.get("/v1/models")).json()["data"]] == ["large"]
+    envelope(await service.http.get("/v1/models/small"), 503)
     service.engines["large"].up = False
     assert (await service.http.get("/health")).status_code == 503
 
