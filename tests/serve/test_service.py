@@ -378,6 +378,46 @@ def test_200_streams_with_a_third_cancelled_and_some_slow_readers(one: Cluster, 
     eventually(lambda: idle(one), what="free pool")
 
 
+def test_what_clients_try_again_is_not_done_twice(one: Cluster) -> None:
+    """Case D16, with the official client and its retries: a mistake is seen once, and of 50 who give up after a second
+    and ask anew, three times each, no more than 50 requests are ever at work."""
+    attempts: list[float] = []
+
+    async def counted(request: httpx.Request) -> None:
+        attempts.append(time.monotonic())
+
+    async def run() -> tuple[int, list[Any]]:
+        http = httpx.AsyncClient(event_hooks={"request": [counted]}, limits=httpx.Limits(max_connections=None))
+        tool: Any = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 7}}}}
+        async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key="none", http_client=http) as client:
+            with pytest.raises(openai.BadRequestError, match="context"):
+                await client.completions.create(model=NAME, prompt=[65] * 3000)
+            with pytest.raises(openai.BadRequestError, match="tools"):
+                await client.chat.completions.create(
+                    model=NAME, messages=MESSAGES, tools=[tool], tool_choice="required"
+                )
+            assert len(attempts) == 2
+            hasty = client.with_options(timeout=1, max_retries=2)
+            asked: dict[str, Any] = {"model": NAME, "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+            jobs = [asyncio.create_task(hasty.completions.create(**asked, prompt=f"{i}")) for i in range(50)]
+            most = 0
+            while not all(job.done() for job in jobs):
+                load = await asyncio.to_thread(one.load)
+                most = max(most, load.running + load.waiting)
+            return most, await asyncio.gather(*jobs, return_exceptions=True)
+
+    eventually(lambda: idle(one), what="idle engine")
+    before = one.load().generated_tokens
+    most, results = asyncio.run(run())
+    assert {type(result) for result in results} == {openai.APITimeoutError}
+    assert len(attempts) == 2 + 50 * 3
+    assert 0 < most <= 50
+    took = eventually(lambda: idle(one), what="nothing at work")
+    assert took < 0.5
+    # A second of each is the client's own doing; what is made beyond that nobody is there for.
+    assert one.load().generated_tokens - before < 1.2 * 150 * 1 / 0.005
+
+
 # -- limits ----------------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +456,37 @@ def test_overload_is_429_at_once_with_retry_after(small: Cluster) -> None:
             assert int(response.headers["retry-after"]) >= 1
             assert response.json()["error"]["code"] == "server_overloaded"
             assert seconds < 1
+    eventually(lambda: idle(small), what="idle engine")
+
+
+def test_those_who_are_told_to_wait_are_served_later_and_those_who_left_hold_no_place(small: Cluster) -> None:
+    """Case D16: of six, four fit; the others come back when they are told. Then all places are taken by clients that
+    have left, and the next one needs not wait for what those had asked."""
+    attempts: list[float] = []
+
+    async def counted(request: httpx.Request) -> None:
+        attempts.append(time.monotonic())
+
+    async def run() -> None:
+        hooks = httpx.AsyncClient(event_hooks={"request": [counted]}, limits=httpx.Limits(max_connections=None))
+        asked: dict[str, Any] = {"model": NAME, "prompt": "x", "extra_body": {"ignore_eos": True}}
+        async with openai.AsyncOpenAI(base_url=f"{small.url}/v1", api_key="none", http_client=hooks) as client:
+            start = time.monotonic()
+            answers = await asyncio.gather(*(client.completions.create(**asked, max_tokens=90) for _ in range(6)))
+            assert [answer.usage and answer.usage.completion_tokens for answer in answers] == [90] * 6
+            first = [at for at in attempts if at - start < 0.7]
+            assert len(first) == 6, "none of those who were refused came back before it was told to"
+            assert 8 <= len(attempts) <= 6 + 2 * 2, "and each of them once or twice"
+            hasty = client.with_options(timeout=0.5, max_retries=0)
+            lost = await asyncio.gather(
+                *(hasty.completions.create(**asked, max_tokens=1500) for _ in range(4)), return_exceptions=True
+            )
+            assert {type(error) for error in lost} == {openai.APITimeoutError}
+            start = time.monotonic()
+            await client.completions.create(**asked, max_tokens=2)
+            assert time.monotonic() - start < 3, "1,500 tokens take 15 s, and four times that in two places"
+
+    asyncio.run(run())
     eventually(lambda: idle(small), what="idle engine")
 
 
