@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 logger = logging.getLogger("ray.serve")
 
 STALE_S = 30.0  # a replica whose last report is older counts as one without: Serve itself keeps it for ever
+FIRST_REPORT_S = 10.0  # for so long reports may be missing without a word: the first one takes a second or two
 REPEAT_S = 60.0  # between two lines of the log about the same trouble
 KV_USE = 0.8  # of a replica's KV blocks that sequences may refer to: beyond, it preempts soon, and caches nothing
 SLACK = 0.8  # how full the replicas that stay may become when others go: at 1, one would be given up and taken back
@@ -77,7 +78,7 @@ class QueueDepthPolicy:
         need, spared = depth / self._target_queue_depth, 0.0
         if self._target_prefill_use is not None:
             need = max(need, reports.total("kv_usage") / KV_USE)
-            if (speed := reports.mean("prefill_rate") * self._target_prefill_use) > 0:  # 0: not measured yet
+            if (speed := reports.speed() * self._target_prefill_use) > 0:
                 # As they come, not as they are done: what waits at a busy replica already no new one can take.
                 need = max(need, reports.rate("arrived_tokens") / speed)
                 spared = reports.rate("cached_tokens") / speed
@@ -104,17 +105,9 @@ class _Reports:
         self._period = float(context.config.look_back_period_s - context.config.metrics_interval_s)  # first to last
         self.count = len(self._running)
 
-    def mean(self, name: str, of: Callable[[Sequence[Any]], float] | None = None) -> float:
-        """Over the replicas, of each one's mean over time, or of what ``of`` makes of its samples. Raises
-        ``LookupError`` where none has told it."""
-        values, told = [], self._by_name.get(name, {})
-        for replica in self._running:
-            samples = [one for one in told.get(replica, ()) if _is_number(one.value) and one.timestamp >= self._since]
-            if samples:
-                values.append(of(samples) if of else sum(one.value for one in samples) / len(samples))
-        if not values:
-            raise LookupError(f"no running replica reports a usable {name!r}")
-        return max(0.0, sum(values) / len(values))
+    def mean(self, name: str) -> float:
+        """Over the replicas, of each one's mean over time. Raises ``LookupError`` where none has told it."""
+        return max(0.0, _mean([_mean(values) for values in self._told(name)]))
 
     def total(self, name: str) -> float:
         return self.mean(name) * self.count
@@ -122,7 +115,31 @@ class _Reports:
     def rate(self, name: str) -> float:
         """By how much a counter rises each second, of all replicas together. Over the whole period, also where there
         are samples of a part: two requests in a first second are not a rate."""
-        return self.mean(name, lambda samples: samples[-1].value - samples[0].value) * self.count / self._period
+        rises = [values[-1] - values[0] for values in self._told(name)]
+        return max(0.0, _mean(rises)) * self.count / self._period
+
+    def speed(self) -> float:
+        """Prompt tokens a second of one replica, of those that have measured theirs and since they have: 0 until then
+        is no speed, and in the mean it would make a fleet look slow that has just grown. 0 where none has."""
+        measured = [[value for value in values if value > 0] for values in self._told("prefill_rate")]
+        speeds = [_mean(values) for values in measured if values]
+        return _mean(speeds) if speeds else 0.0
+
+    def _told(self, name: str) -> list[list[float]]:
+        """What each replica told that is a number and not stale, but for those that told nothing such. Raises
+        ``LookupError`` where none did."""
+        told, found = self._by_name.get(name, {}), []
+        for replica in self._running:
+            samples = told.get(replica, ())
+            if values := [one.value for one in samples if _is_number(one.value) and one.timestamp >= self._since]:
+                found.append(values)
+        if not found:
+            raise LookupError(f"no running replica reports a usable {name!r}")
+        return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _with_caches_lost(need: float, spared: float, count: int) -> float:
@@ -151,16 +168,20 @@ def _window(context: Any, fewer: int) -> list[tuple[float, int]]:
 
 
 def _complain(context: Any, error: Exception) -> dict[str, Any]:
-    """Say that the count stays as it is, and why: at once, and then every ``REPEAT_S``."""
+    """Say that the count stays as it is, and why: at once, or where reports are missing when they have been for longer
+    than ``FIRST_REPORT_S``; and then every ``REPEAT_S``."""
     reason = f"{type(error).__name__}: {error}"
     try:
-        last, said_at = context.policy_state.get("trouble", ("", -math.inf))
         now = float(context.current_time)
-        if reason != last or now - said_at >= REPEAT_S:
+        last, since, said_at = context.policy_state.get("trouble", ("", now, -math.inf))
+        if reason != last:
+            since, said_at = now, -math.inf
+        patience = FIRST_REPORT_S if isinstance(error, LookupError) else 0.0
+        if now - since >= patience and now - said_at >= REPEAT_S:
             said_at = now
             name, target = context.deployment_name, context.target_num_replicas
             logger.warning("autoscaling: %s stays at %s replicas: %s", name, target, reason)
-        return {"trouble": (reason, said_at)}
+        return {"trouble": (reason, since, said_at)}
     except Exception:
         logger.warning("autoscaling: the count of replicas stays as it is: %s", reason)
         return {}

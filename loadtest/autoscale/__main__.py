@@ -27,7 +27,7 @@ from ray.serve.config import AutoscalingConfig
 
 from deployments.autoscaling.policy import QueueDepthPolicy
 from loadtest.autoscale import report
-from loadtest.autoscale.scalers import Knative, Oracle, Serve
+from loadtest.autoscale.scalers import AtOnce, Knative, Oracle, Serve
 from loadtest.autoscale.simulator import Fleet, Outcome, Scaler, Setting
 from loadtest.autoscale.workload import Workload, shapes, trace
 from loadtest.router.report import line
@@ -61,6 +61,7 @@ SCALERS: dict[str, Make] = {
     "ours, plain": lambda workload, setting: ours(setting, plain=True),
     **{f"Serve, target {n}": partial(lambda n, workload, setting: serve(setting, n), n) for n in (2, 4, 8, 16)},
     "Knative-like, target 11": lambda workload, setting: Knative(11.0),  # 70 % of 16
+    "all at once": lambda workload, setting: AtOnce(),
     "oracle": Oracle,
 }
 

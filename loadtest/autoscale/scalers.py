@@ -94,6 +94,14 @@ class Knative:
         return max(stable, fleet.target // 2)
 
 
+class AtOnce:
+    """Has not read the traffic, and orders all that may be at the first request: whatever a start costs after that
+    nobody who does not know the future can spare."""
+
+    def desired(self, fleet: Fleet) -> int:
+        return fleet.setting.largest if fleet.mean(SAMPLE_S) > 0 else fleet.target
+
+
 class Oracle:
     """Has read the traffic: has a replica ready when it will be needed, and none that won't be within two starts."""
 

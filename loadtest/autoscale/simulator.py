@@ -17,7 +17,7 @@ from loadtest.autoscale.workload import Request, Workload
 from loadtest.router.fleet import Engine
 
 TICK_S = 0.5  # between two decisions: Serve's 0.1 s takes five times as long, and decides the same
-SAMPLE_S = 1.0  # between two samples of a replica's figures
+SAMPLE_S = 0.5  # between two samples of a replica's figures: metrics_interval_s of serve_config.yaml
 KEEP_S = 60.0  # of samples
 SLOT_S = 10.0  # of which each is within the objective or lost
 

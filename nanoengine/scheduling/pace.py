@@ -6,7 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 _FORGET = 0.998  # weight of a step after the next one: the last few hundred steps count
-_SOLVE_EVERY = 32  # steps
+_RIDGE = 0.05  # steps
+_SOLVE_FIRST = 4  # steps: one more than there are unknowns
+_SOLVE_EVERY = 32  # steps, later on
 
 
 class StepTimes:
@@ -17,6 +19,7 @@ class StepTimes:
         self._xx: npt.NDArray[np.float64] = np.zeros((3, 3))
         self._xy: npt.NDArray[np.float64] = np.zeros(3)
         self._steps = 0
+        self._solve_at = _SOLVE_FIRST
 
     def add(self, prefill: int, decodes: int, seconds: float) -> None:
         """One step's prompt tokens, decoding sequences and duration."""
@@ -26,13 +29,16 @@ class StepTimes:
         self._xx += x[:, None] * x
         self._xy += x * seconds
         self._steps += 1
-        if self._steps % _SOLVE_EVERY == 0:
+        if self._steps == self._solve_at:
+            # Soon at first: 32 steps may take long where prompts are, and until they are over nobody knows the speed.
+            self._solve_at += min(self._steps, _SOLVE_EVERY)
             self._solve()
 
     def _solve(self) -> None:
-        # To a unit diagonal, and a little ridge: steps may all be alike, and then no split of their time is right.
+        # To a unit diagonal, and a ridge worth a part of a step: steps may all be alike, and then no split of their
+        # time is right, but without a ridge noise would make one part large and another nothing.
         scale = np.sqrt(np.maximum(self._xx.diagonal(), 1e-12))
         xx, xy = self._xx / np.outer(scale, scale), self._xy / scale
-        fit = np.linalg.solve(xx + 1e-4 * np.eye(3), xy) / scale
+        fit = np.linalg.solve(xx + _RIDGE / self._xx[0, 0] * np.eye(3), xy) / scale
         known = self._xx.diagonal() > 0
         self.base, self.prefill, self.decode = np.where(known, np.maximum(fit, 0.0), 0.0).tolist()

@@ -132,10 +132,15 @@ async def load(client: httpx.AsyncClient, begin: float, rate: Callable[[float], 
     raise AssertionError
 
 
-async def test_a_step_is_met_within_a_start_and_ten_seconds_and_given_up_after(cluster: Cluster) -> None:
+@pytest.mark.parametrize("before", [0.0, RATE / 2], ids=["idle", "half"])
+async def test_a_step_is_met_within_a_start_and_ten_seconds_and_given_up_after(cluster: Cluster, before: float) -> None:
+    """From no request at all, with engines that have not measured themselves yet; and from half of what one can do."""
     deploy(cluster)
     async with watched(cluster) as (client, begin, watch):
-        await load(client, begin, lambda t: 1.0, 10)  # by which the engine knows how fast it is
+        if before:
+            await load(client, begin, lambda t: before, 10)
+        else:
+            await asyncio.sleep(10)
         step = time.monotonic() - begin
         asked = await load(client, begin, lambda t: 4 * RATE, 100)
         await asyncio.to_thread(eventually, lambda: ordered() == 1, DOWN_S + 60, "the least again")
