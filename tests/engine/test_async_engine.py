@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,6 +206,24 @@ async def test_the_death_of_the_process_is_a_typed_error_at_once() -> None:
     assert "signal 9" in str(engine.dead)
     with pytest.raises(EngineDeadError):
         await collect(engine, [1], SamplingParams())
+    await engine.stop()
+
+
+async def test_a_step_that_fails_ends_the_process_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case D12: what the device holds then is anybody's guess, so nothing goes on as if nothing had been."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from nanoengine.runner.synthetic import SyntheticRunner\n"
+        "def launch(self, step):\n"
+        "    raise RuntimeError('the device is lost')\n"
+        "SyntheticRunner.launch = launch\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    engine = AsyncEngine(config())
+    await engine.start()
+    streams = [asyncio.create_task(collect(engine, list(b"doomed"), SamplingParams())) for _ in range(3)]
+    results = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 10)
+    assert all(isinstance(result, EngineDeadError) for result in results)
+    assert "RuntimeError: the device is lost" in str(engine.dead)
     await engine.stop()
 
 

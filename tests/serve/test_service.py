@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -369,13 +370,18 @@ def test_200_streams_with_a_third_cancelled_and_some_slow_readers(one: Cluster, 
         async with httpx.AsyncClient(base_url=one.url, timeout=120, limits=limits) as client:
             return await asyncio.gather(*(stream(client, number) for number in range(200)))
 
+    before = engine_processes(one)
     results = asyncio.run(all_streams())
+    assert engine_processes(one) == before
     for number, result in enumerate(results):
         if number % 3:
             assert len(result or "") == 60, (number, result)
     for number in (1, 31, 61, *range(100, 110, 3)):  # slow readers among them
         assert post(http, **body(number)).json()["choices"][0]["text"] == results[number]
     eventually(lambda: idle(one), what="free pool")
+    logs = [path for end in ("log", "err", "out") for path in Path(one.folder).rglob(f"*.{end}")]
+    said = "".join(path.read_text(errors="replace") for path in logs)
+    assert "never retrieved" not in said, "a cancelled stream left an exception behind"
 
 
 def test_what_clients_try_again_is_not_done_twice(one: Cluster) -> None:

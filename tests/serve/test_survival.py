@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import time
@@ -13,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serve.cluster import Cluster, config, eventually
+from tests.serve.cluster import NAME, Cluster, config, eventually
 from tests.serve.survival import StreamLoad, processes
 
 ENGINE, INGRESS = "ray::ServeReplica:llm:EngineReplica", "ray::ServeReplica:llm:Ingress"
@@ -144,6 +145,59 @@ def test_health_is_green_under_full_load(cluster: Cluster) -> None:
     assert set(found) == {"whole", "status 429"}, found
     assert processes("nanoengine.process") + processes(ENGINE) == before
     print(f"/health: p50 {sorted(seconds)[50]:.2f} s, worst {max(seconds):.2f} s; {dict(found)}")
+
+
+@pytest.mark.soak
+def test_a_storm_of_long_prompts_and_of_bodies_too_large_is_borne(cluster: Cluster) -> None:
+    """Case D13: 1,500 prompts of 2,000 characters at once, and bodies of 5 and 10 MB among them."""
+    cluster.deploy(service(2))
+    settled(cluster, 2)
+
+    def all_processes() -> list[psutil.Process]:
+        return processes("nanoengine.process") + processes(ENGINE) + processes(INGRESS)
+
+    before = all_processes()
+    statuses: Counter[int] = Counter()
+    large: list[int] = []
+    seconds: list[float] = []
+
+    async def storm() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=240, limits=limits) as client:
+
+            async def ask(number: int) -> None:
+                body = {"model": NAME, "prompt": f"{number:4} ".ljust(2000, "x"), "max_tokens": 8}
+                statuses[(await client.post("/v1/completions", json=body)).status_code] += 1
+
+            async def ask_too_much(body: dict[str, Any]) -> None:
+                large.append((await client.post("/v1/completions", json=body)).status_code)
+
+            async def look() -> None:
+                while True:
+                    begun = time.monotonic()
+                    assert (await client.get("/health")).status_code == 200
+                    seconds.append(time.monotonic() - begun)
+                    await asyncio.sleep(0.1)
+
+            looking = asyncio.create_task(look())
+            await asyncio.gather(
+                ask_too_much({"model": NAME, "prompt": "x" * 10_000_000}),
+                ask_too_much({"model": NAME, "prompt": "x", "metadata": {f"{i}": "y" for i in range(400_000)}}),
+                *(ask(number) for number in range(1500)),
+            )
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+
+    asyncio.run(storm())
+    p99 = sorted(seconds)[int(0.99 * len(seconds))]
+    print(f"{dict(statuses)}, {large}; /health: p99 {p99:.2f} s of {len(seconds)}")
+    assert set(statuses) <= {200, 429}
+    assert statuses[200] > 0
+    assert set(large) <= {413, 429}
+    assert p99 < 15, "half of an ingress's health_check_timeout_s"
+    assert all_processes() == before
+    idle(cluster)
 
 
 @pytest.mark.soak
