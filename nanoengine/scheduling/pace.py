@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 _FORGET = 0.998  # weight of a step after the next one: the last few hundred steps count
-_RIDGE = 0.05  # steps
-_SOLVE_FIRST = 4  # steps: one more than there are unknowns
-_SOLVE_EVERY = 32  # steps, later on
+_RIDGE = 0.05  # of a step
+_SOLVE_FIRST = 2  # steps; then after twice as many each time, until it is
+_SOLVE_EVERY = 32  # steps
 
 
 class StepTimes:
