@@ -213,7 +213,7 @@ async def test_a_step_that_fails_ends_the_process_and_says_why(tmp_path: Path, m
     """Case D12: what the device holds then is anybody's guess, so nothing goes on as if nothing had been."""
     (tmp_path / "sitecustomize.py").write_text(
         "from nanoengine.runner.synthetic import SyntheticRunner\n"
-        "def launch(self, step):\n"
+        "def launch(self, *given):\n"
         "    raise RuntimeError('the device is lost')\n"
         "SyntheticRunner.launch = launch\n"
     )
