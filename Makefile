@@ -22,10 +22,11 @@ export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 export PIP_NO_INPUT := 1
 
-# The way of a token: HAProxy in place of Serve's Python proxy, and an ingress that writes to it from the loop on which
-# its requests run. Without them all is as correct, and an event costs several times as much (docs/data-plane.md).
+# The way of a token: HAProxy in place of Serve's Python proxy, and an ingress that routes requests and writes events on
+# the one loop on which its requests run. Without them all is as correct, and costs more (docs/data-plane.md).
 serve: export RAY_SERVE_ENABLE_HA_PROXY ?= 1
 serve: export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
+serve: export RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP ?= 0
 serve: export RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S ?= 600
 serve: export RAY_SERVE_HAPROXY_BINARY_PATH ?= $(CURDIR)/deployments/haproxy_on_loopback.sh
 

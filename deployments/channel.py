@@ -1,14 +1,15 @@
-"""Token channels: one TCP connection from each ingress to each engine replica, on which all tokens come back, and what
-the ingress's router has to know of the replica.
+"""Token channels: one TCP connection from each ingress to each engine replica, on which requests go there, all tokens
+come back, and what the ingress's router has to know of the replica.
 
 A chunk that goes back through Serve's own stream costs 0.4 to 0.8 ms of CPU in replica and ingress: a Ray object, two
 event loops, a pickle. So Serve keeps what it is for, one call per request, for routing, accounting, draining and
 cancelling; and the tokens of all sequences that one ingress has at one replica go in one message per engine step. What
-a step costs no longer depends on how many sequences it served.
+a step costs no longer depends on how many sequences it served. Serve's call itself takes some milliseconds to get
+there. So the request goes by the channel as soon as its replica is chosen, and the call beside it has only its number.
 
-A channel is a short cut, never a need: where there is none (not open yet, or the network forbids it) a call's chunks go
-through Serve's stream, all of them, and the answer is the same. Frames are msgpack of known types, and a connection has
-to show the secret that the replica gave to routers through Ray.
+A channel is a short cut, never a need: where there is none (not open yet, or the network forbids it) a call has its
+request with it, its chunks go through Serve's stream, and the answer is the same. Frames are msgpack of known types,
+and a connection has to show the secret that the replica gave to routers through Ray.
 
 A lane's prefix events are complete, or begin again with a snapshot: when it opens, when the ingress asks, and when the
 ingress is too slow for them.
@@ -27,8 +28,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from deployments.messages import Chunk
+from deployments.messages import Chunk, GenerateCall
 from deployments.routing.load import LoadReport
 from nanoengine.cache.events import PrefixEvents
 
@@ -64,6 +67,7 @@ class _Word(msgspec.Struct, frozen=True, omit_defaults=True):
 
     resync: bool = False  # send a snapshot of the prefixes
     left: int | None = None  # nobody waits for this call any more
+    call: GenerateCall | None = None  # begin with it: Serve's call comes behind
 
 
 class _News(msgspec.Struct, frozen=True, array_like=True):
@@ -77,9 +81,18 @@ class _News(msgspec.Struct, frozen=True, array_like=True):
 Observe = Callable[[str, LoadReport | None, list[PrefixEvents]], None]
 """Takes what a replica, by unique id, tells of itself."""
 
-_encode = msgspec.msgpack.Encoder().encode
+
+def _bytes(tokens: npt.NDArray[np.int32]) -> memoryview:
+    return tokens.data.cast("B")
+
+
+def _tokens(kind: Any, data: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(data, np.int32)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_bytes).encode
 _decode_hello = msgspec.msgpack.Decoder(_Hello).decode
-_decode_word = msgspec.msgpack.Decoder(_Word).decode
+_decode_word = msgspec.msgpack.Decoder(_Word, dec_hook=_tokens).decode
 _decode_news = msgspec.msgpack.Decoder(_News).decode
 
 
@@ -194,9 +207,11 @@ class Lane:
 class ChannelServer:
     """The channels of one replica."""
 
-    def __init__(self, snapshot: Callable[[], PrefixEvents]) -> None:
-        """``snapshot`` is asked for all prefixes that the replica holds at that moment."""
+    def __init__(self, snapshot: Callable[[], PrefixEvents], begin: Callable[[GenerateCall, Lane], None]) -> None:
+        """``snapshot`` is asked for all prefixes that the replica holds at that moment; ``begin`` gets each request
+        that comes, and where its chunks are to go."""
         self._snapshot = snapshot
+        self._begin = begin
         self._lanes: dict[str, Lane] = {}
         self._secret = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
@@ -229,7 +244,9 @@ class ChannelServer:
             sender = asyncio.create_task(lane.run())
             try:
                 while True:  # until the ingress is gone
-                    word = _decode_word(await _read(reader, MAX_HELLO))
+                    word = _decode_word(await _read(reader))
+                    if word.call is not None:
+                        self._begin(word.call, lane)
                     if word.resync:
                         lane.resync()
                     if word.left is not None:
@@ -271,6 +288,7 @@ class ChannelClient:
         self._silent: dict[str, int] = {}  # looks since something came through the channel to each
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None  # on which all is called but ``carry``
 
     @property
     def connected(self) -> Collection[str]:
@@ -283,6 +301,7 @@ class ChannelClient:
         A replica that is not among them may still be busy with calls: its channel stays until the other end closes it.
         One that has been silent for long is closed here: a host that is gone says no goodbye.
         """
+        self._loop = asyncio.get_running_loop()
         for replica in [name for name in self._tasks if name not in addresses and name not in self._writers]:
             self._tasks.pop(replica).cancel()
         for replica, writer in self._writers.items():
@@ -295,13 +314,29 @@ class ChannelClient:
 
     def resync(self, replica: str) -> None:
         """Ask a replica for all prefixes that it holds; where there is no channel, it says so when there is one."""
-        if (writer := self._writers.get(replica)) is not None:
-            writer.write(_frame(_Word(resync=True)))
+        self._write(replica, _frame(_Word(resync=True)))
 
     def leave(self, replica: str, number: int) -> None:
         """Nobody here waits for this call any more. Serve is told so too, but what it tells may be lost on the way."""
+        self._write(replica, _frame(_Word(left=number)))
+
+    def carry(self, replica: str, call: GenerateCall) -> bool:
+        """Send a request to its replica; False: there is no channel. Where one ends after that, ``lost`` tells.
+
+        From any thread with an event loop: the router may have one of its own.
+        """
+        if self._loop is None or replica not in self._writers:
+            return False
+        frame = _frame(_Word(call=call))
+        if self._loop is asyncio.get_running_loop():
+            self._write(replica, frame)
+        else:
+            self._loop.call_soon_threadsafe(self._write, replica, frame)
+        return True
+
+    def _write(self, replica: str, frame: bytes) -> None:
         if (writer := self._writers.get(replica)) is not None:
-            writer.write(_frame(_Word(left=number)))
+            writer.write(frame)
 
     async def _keep(self, replica: str, address: Address) -> None:
         while True:

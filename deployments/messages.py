@@ -37,6 +37,17 @@ class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.ingress}-{self.number}"
 
 
+class ClaimCheck(msgspec.Struct, frozen=True, array_like=True):
+    """What a call of Serve's has of a request that went ahead of it by the channel."""
+
+    key: str  # ``GenerateCall.key``
+
+
+class Misplaced(Exception):
+    """Serve wants another replica for a call whose request is at one already: it was full there, or is being stopped,
+    or is gone. The sequence may go on by a new call, with all that came of the first."""
+
+
 class TokenInfo(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one sampled token and of the likeliest ones, best first, as (token id, log-probability)."""
 

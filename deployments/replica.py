@@ -10,8 +10,8 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ import ray.util
 from ray import serve
 
 from deployments.channel import ChannelServer, Lane
-from deployments.messages import Chunk, GenerateCall, Refusal, encode
+from deployments.claims import Claims
+from deployments.messages import Chunk, ClaimCheck, GenerateCall, Refusal, encode
 from deployments.metrics import EngineMetrics
 from deployments.pacing import MAX_PAUSE_QUEUED_S, Pacer
 from deployments.routing.accuracy import Accuracy
@@ -85,7 +86,8 @@ class EngineReplica:
     async def __init__(self, config: EngineConfig, model_name: str, stall_s: float) -> None:  # type: ignore[misc]  # Serve awaits it
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._held = HeldPrefixes()
-        self._channels = ChannelServer(self._held.snapshot)
+        self._claims = Claims()
+        self._channels = ChannelServer(self._held.snapshot, self._begin)
         self._address = await self._channels.start(ray.util.get_node_ip_address())
         self._engine = AsyncEngine(config, self._held.apply)
         self._config = config
@@ -104,23 +106,15 @@ class EngineReplica:
             asyncio.create_task(work) for work in (self._pacer.run(), self._watch_engine(), self._tell_routers())
         ]
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[bytes]:
+    async def generate(self, call: GenerateCall | ClaimCheck) -> AsyncIterator[bytes]:
         """Stream one sequence as encoded ``Chunk``s; a ``Refusal`` may be the first item, or the last.
 
-        Where the calling ingress has a channel to this replica the chunks go there and none are yielded. Else the
-        first chunk leaves at once, and later ones as often as this process can bear, each with all that came since.
+        Where the request comes by a channel its chunks go there and none are yielded. Else the first chunk leaves at
+        once, and later ones as often as this process can bear, each with all that came since.
         """
-        if call.model != self._config.identity:  # in the middle of an update: these tokens are another model's
-            yield encode(Refusal("dead", "the replica serves another model by now", self._replica))
-            return
-        self._open[call.ingress] += 1
-        self._newest[call.ingress] = max(call.number, self._newest.get(call.ingress, 0))
-        expected = call.expected_cached or 0
-        self._unanswered[call.key] = _Unanswered(len(call.prompt) - expected, self._engine.load().steps)
-        self._arrived.set()
         try:
-            if (lane := self._channels.lane(call.ingress)) is not None:
-                await self._send(call, lane)
+            if isinstance(call, ClaimCheck):
+                await self._claims.claim(call.key)
             else:
                 async with aclosing(self._stream(call)) as stream:
                     async for data in stream:
@@ -133,44 +127,62 @@ class EngineReplica:
             yield encode(Refusal("dead", str(error), self._replica))
         except ConnectionError as error:
             yield encode(Refusal("cut", str(error), self._replica))
+
+    def _begin(self, call: GenerateCall, lane: Lane) -> None:
+        self._claims.begin(call.key, self._send(call, lane))
+
+    @contextmanager
+    def _counted(self, call: GenerateCall) -> Iterator[None]:
+        """Count a sequence as long as it is here. Raises ``EngineDeadError`` if it is not for this engine."""
+        if call.model != self._config.identity:  # in the middle of an update: these tokens are another model's
+            raise EngineDeadError("the replica serves another model by now")
+        self._open[call.ingress] += 1
+        self._newest[call.ingress] = max(call.number, self._newest.get(call.ingress, 0))
+        expected = call.expected_cached or 0
+        self._unanswered[call.key] = _Unanswered(len(call.prompt) - expected, self._engine.load().steps)
+        self._arrived.set()
+        try:
+            yield
         finally:
             self._open[call.ingress] -= 1
             self._unanswered.pop(call.key, None)
 
     async def _send(self, call: GenerateCall, lane: Lane) -> None:
         """See a sequence to its end, whose chunks go through a channel. Raises what that end was."""
-        stream = self._engine.open(
-            call.prompt,
-            self._params(call),
-            lambda: lane.ready(call.number),
-            call.key,
-            priority=call.priority,
-            cache_salt=call.cache_salt,
-            generated=call.generated,
-        )
-        sent = _Sent(stream, self._chunks_of(call))
-        lane.add(call.number, sent)
-        try:
-            await sent.ended
-        finally:
-            lane.remove(call.number)
-            stream.close()
+        with self._counted(call):
+            stream = self._engine.open(
+                call.prompt,
+                self._params(call),
+                lambda: lane.ready(call.number),
+                call.key,
+                priority=call.priority,
+                cache_salt=call.cache_salt,
+                generated=call.generated,
+            )
+            sent = _Sent(stream, self._chunks_of(call))
+            lane.add(call.number, sent)
+            try:
+                await sent.ended
+            finally:
+                lane.remove(call.number)
+                stream.close()
 
     async def _stream(self, call: GenerateCall) -> AsyncGenerator[bytes]:
-        chunk = self._chunks_of(call)
-        deltas = self._engine.generate(
-            call.prompt,
-            self._params(call),
-            call.key,
-            priority=call.priority,
-            cache_salt=call.cache_salt,
-            generated=call.generated,
-        )
-        async with aclosing(deltas):  # aborts in the engine where the stream is not at its end
-            async for delta in deltas:
-                yield encode(chunk(delta))
-                if delta.finish_reason is None and self._pacer.pause:
-                    await asyncio.sleep(self._pacer.pause)
+        with self._counted(call):
+            chunk = self._chunks_of(call)
+            deltas = self._engine.generate(
+                call.prompt,
+                self._params(call),
+                call.key,
+                priority=call.priority,
+                cache_salt=call.cache_salt,
+                generated=call.generated,
+            )
+            async with aclosing(deltas):  # aborts in the engine where the stream is not at its end
+                async for delta in deltas:
+                    yield encode(chunk(delta))
+                    if delta.finish_reason is None and self._pacer.pause:
+                        await asyncio.sleep(self._pacer.pause)
 
     def _chunks_of(self, call: GenerateCall) -> Callable[[Delta], Chunk]:
         """What makes a call's deltas, one after the other, its chunks."""

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from ray.serve import Application
 
 from deployments import app
 from deployments.config import AppArgs
-from deployments.messages import GenerateCall
 from deployments.replica import EngineReplica
 from loadtest.online import Load, compare
 from loadtest.processes import cpu_seconds
@@ -47,7 +46,7 @@ from loadtest.stream_client import Connection, Reading
 
 _HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 _GRPC = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
-_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+_ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 PROXIES: dict[str, dict[str, str]] = {
     "python": {},
     "python-grpc": _GRPC,
@@ -63,12 +62,11 @@ CONTEXT = 8192
 
 
 class WithoutChannel(EngineReplica):
-    """Sends all tokens through Serve's stream."""
+    """Takes requests by Serve's calls, and sends all tokens through Serve's stream."""
 
-    async def generate(self, call: GenerateCall) -> AsyncIterator[bytes]:
-        # No channel has this name.
-        async for data in super().generate(msgspec.structs.replace(call, ingress=f"no {call.ingress}")):
-            yield data
+    def record_replica_metadata(self) -> dict[str, Any]:
+        told = super().record_replica_metadata()
+        return told | {"channel": told["channel"] | {"port": 1}}  # where nobody listens
 
 
 def build(args: dict[str, Any]) -> Application:

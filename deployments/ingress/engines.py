@@ -28,7 +28,7 @@ from deployments.config import IngressConfig
 from deployments.ingress.errors import ApiError, internal, overloaded, unavailable
 from deployments.ingress.standing import Standing
 from deployments.ingress.start import FirstReplica
-from deployments.messages import Chunk, GenerateCall, Refusal, Reply, decode, merged
+from deployments.messages import Chunk, GenerateCall, Misplaced, Refusal, Reply, decode, merged
 from deployments.pacing import HAPROXY, MAX_PAUSE_QUEUED_S, MAX_PAUSE_S, Pacer
 from deployments.routing import registry
 from deployments.routing.load import LoadReport
@@ -65,6 +65,7 @@ class EngineClient:
         self._standing = Standing()
         self._stopped = False
         self._channels = ChannelClient(self._name, self._deliver, self._observe, self._lost)
+        registry.CARRIERS[self._key] = self._channels
 
     def available(self) -> bool:
         """Whether a replica is known to be up. Asks no engine and does not wait."""
@@ -154,7 +155,7 @@ class EngineClient:
                 await asyncio.sleep(FULL_WAIT_S)
             elif not so_far.may_go_on(reply, replica):
                 raise self._error(reply) from (reply if isinstance(reply, BaseException) else None)
-            else:
+            elif not isinstance(reply, Misplaced):  # which is no loss
                 logger.info("a sequence of %d tokens leaves replica %s: %r", so_far.count, replica, reply)
                 self._continued((reply if isinstance(reply, _Leave) else _Leave.LOST).value)
 
@@ -306,7 +307,7 @@ class _SoFar:
 
     def may_wait(self, seconds: float) -> bool:
         """Whether it may wait where all replicas are full: those who have not begun are told to come back."""
-        return bool(self.suspects) and time.monotonic() - self.since < seconds
+        return bool(self.suspects or self.count) and time.monotonic() - self.since < seconds
 
     def may_go_on(self, reply: Reply | _Leave | BaseException | None, replica: str) -> bool:
         """Whether a call that ended like this is to be made again elsewhere; ``replica`` is where it was.
@@ -316,12 +317,14 @@ class _SoFar:
         """
         if not _is_loss(reply) or self.count != self._told:
             return False
+        self.since = time.monotonic()
+        if isinstance(reply, Misplaced):  # no fault of anybody's
+            return True
         if reply is not _Leave.STOPPING:
             if self._vain or self._losses == MAX_LOSSES:
                 return False
             self._losses, self._vain = self._losses + 1, True
         self.suspects.append(replica)
-        self.since = time.monotonic()
         return True
 
 
@@ -386,5 +389,5 @@ def _is_loss(reply: Reply | _Leave | BaseException | None) -> bool:
         case Refusal():
             return reply.kind in ("dead", "cut")
         case BaseException():
-            return isinstance(reply, (RayActorError, ReplicaUnavailableError, TaskCancelledError))
+            return isinstance(reply, (RayActorError, ReplicaUnavailableError, TaskCancelledError, Misplaced))
     return True  # the channel was lost, or the end of the answer with it, or the engine gave up

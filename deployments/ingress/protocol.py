@@ -287,20 +287,21 @@ def _prompts(value: Any) -> Any:
         raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists")
     if not value:
         raise ValueError("must not be an empty list")
-    if all(_is_id(item) for item in value):
+    if _are_ids(value):
         return [value]
     for index, item in enumerate(value):
         if isinstance(item, str):
             continue
-        if not isinstance(item, list) or not all(_is_id(i) for i in item):
-            raise ValueError(f"item {index} must be a string or a list of token ids (integers from 0)")
-        if not item:
+        if item == []:
             raise ValueError(f"item {index} must not be an empty list")
+        if not isinstance(item, list) or not _are_ids(item):
+            raise ValueError(f"item {index} must be a string or a list of token ids (integers from 0)")
     return value
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def _are_ids(items: list[Any]) -> bool:
+    # No loop of ours over what may be a million: numbers decoded from JSON are int or float, and bool is neither.
+    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**31
 
 
 class CompletionRequest(Request):

@@ -1,7 +1,8 @@
-"""The routers of this process, by application and deployment.
+"""The routers of this process and the channels that they send requests by, by application and deployment.
 
-Serve makes a router inside each handle and gives no way to reach it; an ingress asks it here whether any replica is up.
-Reach it as ``registry.ROUTERS``: Serve pickles a router's module by value, and would copy a name imported from here.
+Serve makes a router inside each handle and gives no way to reach it; an ingress asks it here whether any replica is up,
+and leaves here what the router is to send requests by. Reach them as ``registry.ROUTERS``: Serve pickles a router's
+module by value, and would copy a name imported from here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+from deployments.messages import GenerateCall
 from deployments.routing.load import LoadReport
 from nanoengine.cache.events import PrefixEvents
 
@@ -36,5 +38,15 @@ class Routing(Protocol):
         """Where each call went, by its number. Who made the call takes it out again."""
 
 
+class Carrier(Protocol):
+    """What a router may ask of its ingress, from any thread."""
+
+    def carry(self, replica: str, call: GenerateCall) -> bool:
+        """Send a request to its replica, ahead of Serve's call; False: that has to take it along."""
+
+
 ROUTERS: WeakValueDictionary[tuple[str, str], Routing] = WeakValueDictionary()
 """Keyed by (application, deployment)."""
+
+CARRIERS: WeakValueDictionary[tuple[str, str], Carrier] = WeakValueDictionary()
+"""Keyed like ``ROUTERS``."""

@@ -20,7 +20,7 @@ import numpy as np
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.messages import GenerateCall
+from deployments.messages import ClaimCheck, GenerateCall, Misplaced
 from deployments.routing import registry
 from deployments.routing.core import Choice, Question, RouteRequest, RoutingCore
 from deployments.routing.load import LoadReport, ReplicaInfo, read_report
@@ -47,8 +47,8 @@ class Late(BackPressureError):
 
 
 class EngineRouter(RequestRouter):
-    """By prefixes and load, by default. It raises ``Late`` and nothing else, and waits only where no replica is up or
-    all are full.
+    """By prefixes and load, by default. It raises ``Late`` and ``Misplaced`` and nothing else, and waits only where no
+    replica is up or all are full.
 
     Serve calls it on the event loop of the handle's router; ``observe`` and ``wants`` are called on the ingress's.
     """
@@ -93,6 +93,8 @@ class EngineRouter(RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
+        if pending_request.args and isinstance(pending_request.args[0], ClaimCheck):
+            raise Misplaced
         call = _call(pending_request)
         if call is not None:
             self._core.fleet.ingress = call.ingress
@@ -111,12 +113,17 @@ class EngineRouter(RequestRouter):
                 if call is not None:
                     self.placed[call.number] = choice.replica
                     expecting = msgspec.structs.replace(call, expected_cached=choice.cached_tokens)
-                    pending_request.args = [expecting, *pending_request.args[1:]]
+                    pending_request.args = [self._sent(expecting, choice.replica), *pending_request.args[1:]]
                 return self._by_id[choice.replica]
             await self._wait_for_room()
             attempt += 1
             if attempt % 4 == 0:  # counts may be stale where other ingresses fill the same replicas
                 await self._probe_queue_lens(list(self._replicas.values()), 0)
+
+    def _sent(self, call: GenerateCall, replica: str) -> GenerateCall | ClaimCheck:
+        """What Serve's call has to take to the replica: where there is a channel the request goes ahead by that."""
+        carrier = registry.CARRIERS.get((self._deployment_id.app_name, self._deployment_id.name))
+        return ClaimCheck(call.key) if carrier is not None and carrier.carry(replica, call) else call
 
     def _refuse_late(self, wait_s: float) -> None:
         """Raises ``Late`` for a call that will have waited for so many seconds."""

@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from deployments import channel
 from deployments.channel import Address, ChannelClient, ChannelServer, Lane, _frame, _Hello
 from deployments.ingress import engines
 from deployments.ingress.engines import _Inbox, _watch
-from deployments.messages import Chunk, Refusal, TokenInfo, encode, merged
+from deployments.messages import Chunk, GenerateCall, Refusal, TokenInfo, encode, merged
 from deployments.routing.load import LoadReport
 from nanoengine.cache.events import HeldPrefixes, PrefixEvents
+from nanoengine.sampling.params import SamplingParams
+from nanoengine.structured.grammar import Grammar
 
 
 def chunk(text: str, tokens: int, finish: str | None = None) -> Chunk:
@@ -57,7 +60,8 @@ class Ends:
 
     def __init__(self) -> None:
         self.held = HeldPrefixes()
-        self.server = ChannelServer(self.held.snapshot)
+        self.begun: list[tuple[GenerateCall, Lane]] = []
+        self.server = ChannelServer(self.held.snapshot, lambda call, lane: self.begun.append((call, lane)))
         self.loads: list[LoadReport] = []
         self.prefixes: list[PrefixEvents] = []
         self.got: dict[int, list[Chunk]] = defaultdict(list)
@@ -161,6 +165,52 @@ async def test_a_call_that_is_left_ends_even_if_serve_forgets_to_say_so(ends: En
     for number in range(1000, 2000):
         lane.leave(number)
     assert len(lane._left) < 1000
+
+
+def request(number: int, tokens: int = 3, **more: Any) -> GenerateCall:
+    prompt = np.arange(tokens, dtype=np.int32)
+    params = SamplingParams(stop=("a",), logit_bias={3: 1.0}, structured=Grammar("json_object"))
+    return GenerateCall(ingress="me", number=number, prompt=prompt, params=params, model="m", **more)
+
+
+async def test_requests_arrive_as_they_were_sent_whatever_their_length(ends: Ends) -> None:
+    lane = await ends.connect()
+    sent = [request(1), request(2, 1_000_000, generated=7, avoid=("x",), expected_cached=64), request(3, priority=-1)]
+    assert all(ends.client.carry("r", call) for call in sent)
+    await until(lambda: len(ends.begun) == 3)
+    assert {id(where) for _, where in ends.begun} == {id(lane)}
+    for call, (got, _) in zip(sent, ends.begun, strict=True):
+        assert np.array_equal(got.prompt, call.prompt)
+        assert got.prompt.dtype == np.int32
+        assert replace(got, prompt=None) == replace(call, prompt=None)
+
+
+async def test_a_request_goes_before_the_word_that_it_was_left(ends: Ends) -> None:
+    lane = await ends.connect()
+    ends.client.carry("r", request(1))
+    ends.client.leave("r", 1)
+    await until(lambda: 1 in lane._left)
+    assert [call.number for call, _ in ends.begun] == [1]
+
+
+async def test_a_router_on_another_thread_sends_too(ends: Ends) -> None:
+    await ends.connect()
+
+    async def carry() -> bool:
+        return ends.client.carry("r", request(1))
+
+    assert await asyncio.to_thread(asyncio.run, carry())
+    await until(lambda: ends.begun)
+
+
+async def test_where_there_is_no_channel_the_router_is_told_so(ends: Ends) -> None:
+    assert not ends.client.carry("r", request(1)), "not open yet"
+    await ends.connect()
+    assert not ends.client.carry("another", request(1))
+    ends.client._writers["r"].transport.abort()
+    await until(lambda: ends.lost)
+    assert not ends.client.carry("r", request(1))
+    assert ends.begun == []
 
 
 async def test_wrong_secret_opens_no_lane(ends: Ends) -> None:

@@ -17,7 +17,7 @@ from deployments.ingress import engines
 from deployments.ingress.engines import EngineClient, _Leave
 from deployments.ingress.errors import ApiError
 from deployments.ingress.standing import FORGET_S, MARGIN_S, Standing
-from deployments.messages import Chunk, GenerateCall, Refusal, encode
+from deployments.messages import Chunk, GenerateCall, Misplaced, Refusal, encode
 from deployments.routing import registry
 from nanoengine.sampling.params import SamplingParams
 
@@ -189,6 +189,34 @@ async def test_who_has_begun_waits_where_all_others_are_full(router: Router, mon
     assert "".join(chunk.text for chunk in await collect(client)) == WHOLE
     assert len(handle.calls) == 4
     assert handle.continued == ["lost"], "once, however often it asks"
+
+
+@pytest.mark.parametrize("chunks", [0, 3])
+async def test_a_request_that_its_replica_would_not_have_is_sent_again_and_nobody_suspected(
+    router: Router, chunks: int
+) -> None:
+    """It went there ahead of Serve's call, and may have got tokens before that was rejected."""
+    rejected = [Script(chunks if i < 3 else 0, Misplaced()) for i in range(5)]  # more often than replicas may be lost
+    client, handle = client_of(router, *rejected, Script())
+    chunk = (await collect(client))[-1]
+    assert (chunk.completion_tokens, chunk.finish_reason) == (LENGTH, "length")
+    assert [call.generated for call in handle.calls] == [min(i, 3) * chunks for i in range(6)]
+    assert {call.avoid for call in handle.calls} == {()}
+    assert handle.continued == [], "it is no loss"
+    assert not router.placed
+
+
+async def test_who_was_sent_away_with_tokens_waits_where_all_are_full(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "FULL_WAIT_S", 0.01)
+    full = Script(0, BackPressureError(1, 1))
+    client, handle = client_of(router, Script(3, Misplaced()), full, full, Script())
+    assert "".join(chunk.text for chunk in await collect(client)) == WHOLE
+    client, handle = client_of(router, Script(0, Misplaced()), full, Script())
+    with pytest.raises(ApiError) as raised:
+        await collect(client)
+    assert (raised.value.status, len(handle.calls)) == (429, 2), "without it is told to come back"
 
 
 async def test_who_has_lost_the_last_replica_waits_for_a_new_one(router: Router) -> None:

@@ -42,12 +42,13 @@ class Service:
     def set_faults(self, **faults: Any) -> None:
         set_faults(self._faults, **faults)
 
-    def deploy(self, replicas: int, **router: Any) -> None:
-        """With so many engines; ``router``: its settings."""
+    def deploy(self, replicas: int, max_ongoing_requests: int = 1024, **router: Any) -> None:
+        """With so many engines, which have so many calls at most; ``router``: its settings."""
         data = config(
             Ingress__num_replicas=2,
             Ingress__graceful_shutdown_timeout_s=5,
             EngineReplica__num_replicas=replicas,
+            EngineReplica__max_ongoing_requests=max_ongoing_requests,
             EngineReplica__ray_actor_options={"num_cpus": 0.6},
             EngineReplica__request_router_config={
                 "request_router_class": "tests.serve.faulty:UnreliableRouter",
@@ -70,6 +71,11 @@ class Service:
         """Wait until so many engines are up, both ingresses too, and all is quiet."""
         eventually(lambda: self.cluster.replicas() == replicas, 120, f"{replicas} replicas")
         eventually(lambda: self.cluster.replicas("Ingress") == 2 and self.cluster.healthy(), 120, "two ingresses")
+
+    def rejected(self) -> int:
+        """Calls that a replica of Serve's would not have, as its log says."""
+        logs = Path(self.cluster.folder).glob("session_2*/logs/serve/replica_llm_EngineReplica_*.log")
+        return sum(log.read_text().count("rejecting request") for log in logs)
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Those of this cluster, and of no other on this machine, with ``title`` in their command lines."""
@@ -288,6 +294,17 @@ async def test_more_than_the_engines_can_do_in_time(service: Service) -> None:
     assert time.monotonic() - start < 15
     endings = await ask_all(service, prompts(6, seed=9))
     assert kinds(endings) == {"right": 6}, "and who comes back is served"
+
+
+async def test_replicas_reject_calls_whose_requests_they_have(service: Service) -> None:
+    """Two ingresses do not know of each other's calls, so each sends more than there is room for; and a request is at
+    its engine before Serve's call is rejected, and may have got tokens there."""
+    await asyncio.to_thread(service.deploy, 3, max_ongoing_requests=2)
+    before = service.rejected()
+    endings = await ask_all(service, prompts(36, seed=80, tokens=64), count=60, users=18)
+    assert kinds(endings) == {"right": 36}
+    assert service.rejected() > before, "the fault is none"
+    await asyncio.to_thread(service.deploy, 3)
 
 
 async def streams(service: Service, stop: asyncio.Event, seed: int) -> list[Ending]:

@@ -28,7 +28,7 @@ MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
 def environment() -> dict[str, str]:
     """What `make serve` sets for Serve."""
-    found = dict(re.findall(r"^export (RAY_SERVE_\w+) \?= (\d+)$", MAKEFILE.read_text(), re.MULTILINE))
+    found = dict(re.findall(r"^serve: export (RAY_SERVE_\w+) \?= (\d+)$", MAKEFILE.read_text(), re.MULTILINE))
     assert found["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     return found
 

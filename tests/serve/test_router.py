@@ -17,7 +17,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest, RequestRouter
 
-from deployments.messages import GenerateCall
+from deployments.messages import ClaimCheck, GenerateCall, Misplaced
 from deployments.routing import registry
 from deployments.routing.load import LoadReport
 from deployments.routing.policies import POLICIES
@@ -250,6 +250,41 @@ async def test_call_is_told_what_its_replica_should_have(router: EngineRouter) -
     request = pending(GenerateCall(ingress="me", number=0, prompt=prompt, params=SamplingParams(), model="m"))
     assert await choose(router, request) == "b"
     assert request.args[0].expected_cached == 624
+
+
+class Carrier:
+    """Stand-in for an ingress's channels."""
+
+    def __init__(self, *connected: str) -> None:
+        self.connected = connected
+        self.carried: list[tuple[str, GenerateCall]] = []
+        registry.CARRIERS["llm", "EngineReplica"] = self
+
+    def carry(self, replica: str, call: GenerateCall) -> bool:
+        if replica in self.connected:
+            self.carried.append((replica, call))
+        return replica in self.connected
+
+
+async def test_a_request_goes_ahead_where_there_is_a_channel(router: EngineRouter) -> None:
+    carrier = Carrier("a")
+    requests = [pending(call(number), f"r{number}") for number in range(4)]
+    chosen = [await choose(router, request) for request in requests]
+    for name, request in zip(chosen, requests, strict=True):
+        assert isinstance(request.args[0], ClaimCheck if name == "a" else GenerateCall)
+        assert request.args[0].key == f"me-{requests.index(request)}"
+    assert [(name, sent.expected_cached) for name, sent in carrier.carried] == [("a", 0)] * 2
+    assert {router.placed[sent.number] for _, sent in carrier.carried} == {"a"}
+
+
+async def test_a_call_whose_request_went_ahead_is_not_placed_twice(router: EngineRouter) -> None:
+    """Two replicas would answer it."""
+    carrier = Carrier("a", "b")
+    request = pending(call())
+    await choose(router, request)
+    with pytest.raises(Misplaced):
+        await choose(router, request)
+    assert len(carrier.carried) == 1
 
 
 async def test_news_are_read_also_when_nothing_is_routed(router: EngineRouter) -> None:
