@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -162,7 +163,7 @@ class EngineRouter(RequestRouter):
         except TimeoutError:
             pass
         finally:
-            if not turn.done() or turn.cancelled():
+            with suppress(ValueError):  # whoever wakes has taken it off, also one that was over already
                 self._waiting.remove(turn)
 
     def _wake_next(self) -> None:

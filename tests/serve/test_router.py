@@ -287,6 +287,18 @@ async def test_a_call_whose_request_went_ahead_is_not_placed_twice(router: Engin
     assert len(carrier.carried) == 1
 
 
+async def test_a_wait_that_ends_as_it_is_woken_is_no_error(
+    router: EngineRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.routing.router.FULL_WAIT_S", 0)
+    waits = [asyncio.create_task(router._wait_for_room()) for _ in range(3)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+        router._wake_next()  # it passes over those that are over, and takes them off
+    await asyncio.gather(*waits)
+    assert not router._waiting
+
+
 async def test_news_are_read_also_when_nothing_is_routed(router: EngineRouter) -> None:
     for number in range(50):
         router.observe("a", LoadReport(number=number, active=7), [])
