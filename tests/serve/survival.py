@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import numpy as np
@@ -17,7 +18,24 @@ import psutil
 from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.sampling.params import SamplingParams
-from tests.serve.cluster import NAME
+from tests.serve.cluster import NAME, config
+
+
+def service(replicas: int, **changes: Any) -> dict[str, Any]:
+    """Two ingresses; streams last longer than a replica has to stop."""
+    data = config(
+        **{
+            "Ingress__num_replicas": 2,
+            "EngineReplica__graceful_shutdown_timeout_s": 4,
+            "args__engine__synthetic": {"step_seconds": 0.02, "max_model_len": 2048},
+        }
+        | changes
+    )
+    engine = next(d for d in data["applications"][0]["deployments"] if d["name"] == "EngineReplica")
+    del engine["autoscaling_config"]
+    engine["num_replicas"] = replicas
+    engine["ray_actor_options"] = {"num_cpus": 0.3}
+    return data
 
 
 @dataclass(slots=True)

@@ -14,28 +14,11 @@ import httpx
 import psutil
 import pytest
 
-from tests.serve.cluster import NAME, Cluster, config, eventually
-from tests.serve.survival import StreamLoad, processes
+from tests.serve.cluster import NAME, Cluster, eventually
+from tests.serve.survival import StreamLoad, processes, service
 
 ENGINE, INGRESS = "ray::ServeReplica:llm:EngineReplica", "ray::ServeReplica:llm:Ingress"
 ROUNDS = {"scale-down": 10, "update": 5, "kill replica": 5, "kill controller": 3, "kill ingress": 2}
-
-
-def service(replicas: int, **changes: Any) -> dict[str, Any]:
-    """Two ingresses; streams last longer than a replica has to stop."""
-    data = config(
-        **{
-            "Ingress__num_replicas": 2,
-            "EngineReplica__graceful_shutdown_timeout_s": 4,
-            "args__engine__synthetic": {"step_seconds": 0.02, "max_model_len": 2048},
-        }
-        | changes
-    )
-    engine = next(d for d in data["applications"][0]["deployments"] if d["name"] == "EngineReplica")
-    del engine["autoscaling_config"]
-    engine["num_replicas"] = replicas
-    engine["ray_actor_options"] = {"num_cpus": 0.3}
-    return data
 
 
 def settled(cluster: Cluster, replicas: int) -> None:
