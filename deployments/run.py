@@ -40,6 +40,8 @@ def drain(app: str, seconds: float, hurry: threading.Event) -> int:
     """Let an application's ingresses refuse what is new and finish what they have, and end what they have not finished
     after so long, or when there is ``hurry``. Returns how many requests those were."""
     ingress = serve.get_deployment_handle("Ingress", app)
+    if not ingress.is_initialized:  # its router on a loop of its own, whatever the service's are on: here is none
+        ingress._init(_run_router_in_separate_loop=True)
 
     def open_requests(end: bool = False) -> int:  # told each time: an ingress may have started meanwhile
         return sum(ingress.broadcast("drain", end).results(timeout_s=CALL_S))
