@@ -10,6 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -38,7 +39,10 @@ def service() -> Iterator[tuple[str, int]]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    with served(configuration(port, STREAMS, RATE * STREAMS, "channel", 1), environment()) as found:
+    data = configuration(port, STREAMS, RATE * STREAMS, "channel", 1)
+    # One who has left has a place until that is noticed, and asks again at once.
+    data["applications"][0]["args"]["ingress"]["max_inflight_requests"] = STREAMS * 11 // 10
+    with served(data, environment()) as found:
         yield found
 
 
@@ -118,6 +122,10 @@ def test_a_thousand_streams_with_slow_readers_and_some_that_leave(service: tuple
         print(part, *(f"{some[part] / 2**20:.0f}" for some in memory), "MiB")
     assert set(load.ends) == {"whole", "left"}
     assert len(load.texts) > 100
-    for part in ("ingress", "replica", "proxy"):  # what comes after the first third has to be within its noise
-        early, late = (max(some[part] for some in rounds) for rounds in (memory[2:5], memory[-3:]))
-        assert late < early * 1.05 + (8 << 20), (part, early, late)
+    for part in ("ingress", "replica", "proxy"):
+        taken = [some[part] for some in memory[2:]]
+        # It does not rise from round to round, and where it jumps, as the machine gives less CPU than before, it is by
+        # what streams may have waiting: a write waits from 64 KiB on.
+        rises = sorted(later - earlier for earlier, later in pairwise(taken))
+        assert rises[len(rises) // 2] < 4 << 20, (part, taken)
+        assert max(taken) < taken[0] * 1.05 + STREAMS * (64 << 10), (part, taken)
