@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -42,6 +43,7 @@ def body(**more: Any) -> dict[str, Any]:
 def test_every_request_is_counted_once_by_how_it_ended(cluster: Cluster) -> None:
     """Case D20."""
     data = config(
+        args__engine__num_blocks=128,  # 2,048 tokens: of two that want 1,100 each, one is preempted
         args__ingress__max_inflight_requests=LIMIT,
         args__ingress__resume_wait_s=0.1,
         args__ingress__replica_wait_s=0.1,
@@ -102,13 +104,20 @@ def test_every_request_is_counted_once_by_how_it_ended(cluster: Cluster) -> None
         for thread in held:
             thread.join(30)
 
+        found = scrape()[0]["prefix_cache_hits_total"]
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(post, prompt=f"count {i}", max_tokens=1100) for i in range(2)]
+        assert [answer.result().json()["usage"]["completion_tokens"] for answer in both] == [1100, 1100]
+
         counted("request_success_total stop", 10)
-        counted("request_success_total length", 1 + 1 + 5)
+        counted("request_success_total length", 1 + 1 + 5 + 2)
         counted("request_success_total abort", LIMIT)
         counted("admission_rejections_total server_overloaded", 2)
         counted("admission_rejections_total model_not_found", 100)
-        counted("e2e_request_latency_seconds_count", 10 + 7 + LIMIT)
-        counted("time_to_first_token_seconds_count", 10 + 7 + LIMIT)
+        counted("e2e_request_latency_seconds_count", 10 + 9 + LIMIT)
+        counted("time_to_first_token_seconds_count", 10 + 9 + LIMIT)
+        eventually(lambda: scrape()[0]["num_preemptions_total"] >= 1, 30, "a preemption")
+        assert scrape()[0]["prefix_cache_hits_total"] == found, "what is computed again was found by nobody"
         rejected = {name: value for name, value in scrapes[-1].items() if name.startswith("admission_rejections_total")}
         assert sum(rejected.values()) == 3 + 2 + 100
         assert scrape()[1] < 600, "100 names that clients made up are no labels"
@@ -121,4 +130,4 @@ def test_every_request_is_counted_once_by_how_it_ended(cluster: Cluster) -> None
         counted("request_success_total error", 2)
         counted("request_continuations_total lost", 2)
     total = sum(value for name, value in scrapes[-1].items() if name.startswith("request_success_total"))
-    assert total == 10 + 7 + LIMIT + 2
+    assert total == 10 + 9 + LIMIT + 2
