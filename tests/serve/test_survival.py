@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -130,6 +132,16 @@ def test_health_is_green_under_full_load(cluster: Cluster) -> None:
     print(f"/health: p50 {sorted(seconds)[50]:.2f} s, worst {max(seconds):.2f} s; {dict(found)}")
 
 
+LOOK = """
+import sys, time, urllib.request
+while True:
+    begun = time.monotonic()
+    assert urllib.request.urlopen(sys.argv[1], timeout=60).status == 200
+    print(time.monotonic() - begun, flush=True)
+    time.sleep(0.1)
+"""
+
+
 @pytest.mark.soak
 def test_a_storm_of_long_prompts_and_of_bodies_too_large_is_borne(cluster: Cluster) -> None:
     """Case D13: 1,500 prompts of 2,000 characters at once, and bodies of 5 and 10 MB among them."""
@@ -142,7 +154,6 @@ def test_a_storm_of_long_prompts_and_of_bodies_too_large_is_borne(cluster: Clust
     before = all_processes()
     statuses: Counter[int] = Counter()
     large: list[int] = []
-    seconds: list[float] = []
 
     async def storm() -> None:
         limits = httpx.Limits(max_connections=None)
@@ -155,30 +166,23 @@ def test_a_storm_of_long_prompts_and_of_bodies_too_large_is_borne(cluster: Clust
             async def ask_too_much(body: dict[str, Any]) -> None:
                 large.append((await client.post("/v1/completions", json=body)).status_code)
 
-            async def look() -> None:
-                while True:
-                    begun = time.monotonic()
-                    assert (await client.get("/health")).status_code == 200
-                    seconds.append(time.monotonic() - begun)
-                    await asyncio.sleep(0.1)
-
-            looking = asyncio.create_task(look())
             await asyncio.gather(
                 ask_too_much({"model": NAME, "prompt": "x" * 10_000_000}),
                 ask_too_much({"model": NAME, "prompt": "x", "metadata": {f"{i}": "y" for i in range(400_000)}}),
                 *(ask(number) for number in range(1500)),
             )
-            looking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await looking
 
+    # Health is looked at by a process of its own: this one has 1,500 requests to send, and would tell its own delays.
+    looking = subprocess.Popen([sys.executable, "-c", LOOK, f"{cluster.url}/health"], stdout=subprocess.PIPE, text=True)
     asyncio.run(storm())
+    looking.terminate()
+    seconds = [float(line) for line in looking.communicate()[0].split()]
     p99 = sorted(seconds)[int(0.99 * len(seconds))]
     print(f"{dict(statuses)}, {large}; /health: p99 {p99:.2f} s of {len(seconds)}")
     assert set(statuses) <= {200, 429}
     assert statuses[200] > 0
     assert set(large) <= {413, 429}
-    assert p99 < 15, "half of an ingress's health_check_timeout_s"
+    assert p99 < 5, "a sixth of an ingress's health_check_timeout_s"
     assert all_processes() == before
     idle(cluster)
 
