@@ -3,7 +3,7 @@
 How many rows such a step has, how long they are, and which library attends, no graph can hold; all else depends on the
 number of tokens alone. Launched one by one the kernels of 28 layers take the host 9 to 16 ms, as long as the GPU takes
 for thousands of tokens of a small model. So each stretch from one attention to the next is a graph, and attention is
-launched between them: a prompt of 512 tokens takes 2.9 ms where it took 9.2, one of 4,096 the same 15 (an H200, 0.6B).
+launched between them: a prompt of 512 tokens takes 2.9 ms where it took 9.4, one of 4,094 the same 15 (an H200, 0.6B).
 
 There is a set of graphs for each of a grid of token counts; a step runs in the smallest that holds it. Its missing
 tokens are computed and stored nowhere.

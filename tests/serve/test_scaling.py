@@ -207,6 +207,7 @@ async def test_who_leaves_before_anything_is_up_does_not_keep_it_up(cluster: Clu
         await asyncio.to_thread(eventually, lambda: ordered() == 1, 30, "a start")
         task.cancel()
         await asyncio.to_thread(eventually, lambda: ordered() == 0, DOWN_S + 120, "none again")
+        assert task.cancelled(), "it was answered: nobody left"
 
 
 async def test_bursts_whose_clients_leave_do_not_hold_it_up(cluster: Cluster) -> None:
