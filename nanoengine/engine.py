@@ -83,7 +83,6 @@ class Engine:
             limits, self._pool, policy, model=config.model, eos_token_ids=built.info.eos_token_ids
         )
         self._in_flight: deque[tuple[Step, PendingStep]] = deque()
-        self._unmasked: tuple[Step, PendingStep] | None = None  # the newest of them, if it waits for masks
         self._times = StepTimes()
         self._busy_since = 0.0  # when the oldest step in flight could begin
         tokens, eos = built.info.num_tokens, built.info.eos_token_ids
@@ -151,11 +150,9 @@ class Engine:
         if step is not None:
             if not self._in_flight:
                 self._busy_since = time.perf_counter()
-            self._in_flight.append((step, self._runner.launch(step, self._constrain)))
-            if len(step.constrained):
-                self._unmasked = self._in_flight[-1]
-        if step is None or len(self._in_flight) == 1:
-            self._constrain()
+            self._in_flight.append((step, self._runner.launch(step)))
+            if len(self._in_flight) == 1:
+                self._constrain()
         started = _started(step) if step is not None else []
         if not self._in_flight or (step is not None and len(self._in_flight) <= self._runner.depth):
             if step is None and not refused:
@@ -174,6 +171,7 @@ class Engine:
         if len(oldest.constrained):
             refused += self._advance(oldest, retired)
             finished = [end for end in finished if not any(end.key == key for key, _ in refused)]
+        self._constrain()
         for end in finished:
             self._finished[end.reason] += 1
         logprobs = {i: result.logprobs[row] for i, row in enumerate(retired.rows.tolist()) if row in result.logprobs}
@@ -181,16 +179,15 @@ class Engine:
         return StepOutput(retired.keys, retired.tokens, finished, started, logprobs, refused, scores)
 
     def _constrain(self) -> None:
-        """Give the newest step in flight its masks, now that all the steps before it have retired.
+        """Give the step that is in flight alone its masks, now that all those before it have retired.
 
-        Its forward pass runs meanwhile, and the next step is got ready before, so that on a GPU the masks cost time
-        only where all this takes longer than the pass; what waits for them is one launch, of the sampling of these
-        rows.
+        Its forward pass runs meanwhile, and only the sampling of these rows waits for them. So on a GPU masks cost time
+        only where they, and planning and launching the next step after them, take the host longer than the pass.
         """
-        if self._unmasked is not None:
-            step, pending = self._unmasked
-            self._unmasked = None
-            pending.constrain(self._constraints.masks(step.keys[step.constrained]))
+        if self._in_flight:
+            ((step, pending),) = self._in_flight
+            if len(step.constrained):
+                pending.constrain(self._constraints.masks(step.keys[step.constrained]))
 
     def _advance(self, step: Step, retired: Retired) -> list[tuple[int, Refusal]]:
         """Let constraints follow what a step brought; returns the requests that have to end for it."""

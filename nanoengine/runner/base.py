@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,8 +24,8 @@ class PendingStep(Protocol):
     def constrain(self, masks: IntArray) -> None:
         """Sample the rows ``step.constrained``, whose ``masks`` (of ``nanoengine.structured.masks``) are known by now.
 
-        If there are such rows: once, before ``result``, and by the time of the next step's ``before``, as that step
-        reads their tokens.
+        If there are such rows: once, before ``result``, and before the next step is launched, as that reads their
+        tokens.
         """
 
     def result(self) -> StepResult:
@@ -39,9 +38,5 @@ class Runner(Protocol):
     num_blocks: int  # KV blocks that it holds
     depth: int  # 0, or 1 if a step may be in flight while the next one is planned, where that hides something
 
-    def launch(self, step: Step, before: Callable[[], None] = lambda: None) -> PendingStep:
-        """Start a step; must not wait for it where the device can run on its own.
-
-        ``before`` is called once: when what can be got ready on the host is, and nothing yet has begun that reads what
-        the steps before it sampled.
-        """
+    def launch(self, step: Step) -> PendingStep:
+        """Start a step; must not wait for it where the device can run on its own."""

@@ -27,7 +27,7 @@ def batch_sizes(most: int, fineness: int = 3) -> list[int]:
     return [*sizes, most]
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Graphs of ``forward(rows, variant)``, for each number of rows in ``sizes`` (ascending), by variant.
 
     They share their memory, as only one runs at a time: what ``forward`` is to leave behind goes into tensors made
@@ -59,10 +59,10 @@ class DecodeGraphs:
             self._graphs[rows, variant] = graph
         torch.cuda.synchronize(self._device)
 
-    def size(self, rows: int, variant: bool) -> int | None:
+    def size(self, rows: int, variant: bool = False) -> int | None:
         """The smallest batch size with a graph that holds so many rows; None: there is none."""
         return next((size for size in self._sizes.get(variant, ()) if size >= rows), None)
 
-    def replay(self, size: int, variant: bool) -> None:
+    def replay(self, size: int, variant: bool = False) -> None:
         """Run the graph of a batch size."""
         self._graphs[size, variant].replay()

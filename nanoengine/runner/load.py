@@ -214,7 +214,7 @@ def _profile(parts: _Parts) -> tuple[int, int]:
 
     workspace, graph_bytes = measure()
     trim(device)
-    graphs = 2 * len(parts.graph_sizes) + len(parts.graph_tokens)  # with prefixes, without
+    graphs = 3 * len(parts.graph_sizes) + len(parts.graph_tokens)  # with prefixes, without, of rows with masks
     return workspace, pool_bytes(parts.config.gpu_memory_utilization, workspace, graph_bytes, graphs, device)
 
 

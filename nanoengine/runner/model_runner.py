@@ -17,7 +17,7 @@ from nanoengine.attention.decode_plan import DecodePlanner
 from nanoengine.models.registry import CausalLM
 from nanoengine.outputs import PromptScores, TokenLogprob
 from nanoengine.runner.base import StepResult
-from nanoengine.runner.cuda_graphs import DecodeGraphs, batch_sizes
+from nanoengine.runner.cuda_graphs import StepGraphs, batch_sizes
 from nanoengine.runner.inputs import FlatInputs, Staging, flatten, words
 from nanoengine.runner.piecewise_graphs import PiecewiseGraphs
 from nanoengine.sampling.sampler import Logprobs, Sampler
@@ -64,17 +64,19 @@ class ModelRunner:
         self.device = device
         self._limits = limits
         self._planner = planner
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
+        self._mask_graphs: StepGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
         # The token that each slot's sequence decodes next stays on the device: a step needs none from the host. The
-        # slot after the last is the padding's.
+        # slot after the last is the padding's, and so is the row.
         self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros(limits.rows, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(limits.rows + 1, dtype=torch.int32, device=device)
         plans = [] if planner is None else [math.prod(shape) for shape in planner.shapes(limits.rows, planner.shares)]
         self._pads = (*(limits.rows,) * 4, *plans)
         self._staging = Staging(_staging_words(limits, self._pads), depth + 1, device)
-        mask_words = words([*(limits.rows,) * 3, limits.rows * -(-sampler.vocab_size // 32)])
-        self._mask_staging = Staging(mask_words, depth + 1, device) if sampler.fused is not None else None
+        self._mask_pads = (*(limits.rows,) * 3, limits.rows * -(-sampler.vocab_size // 32))
+        fused = sampler.fused is not None
+        self._mask_staging = Staging(words(self._mask_pads), depth + 1, device) if fused else None
         kv_heads = cache.keys[0].shape[2]
         self._done = torch.zeros(limits.rows, kv_heads, dtype=torch.int32, device=device)  # see DecodeWork
         self._num_logprobs = np.full(limits.rows, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
@@ -82,12 +84,11 @@ class ModelRunner:
     # -- launch --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, step: Step, before: Callable[[], None] = lambda: None) -> _Launched:
+    def launch(self, step: Step) -> _Launched:
         inputs = flatten(step, self._cache.block_size)
         decodes_only = step.num_decodes == len(step.slots)
         graph = self._stage(step, inputs) if self._graphs is not None and decodes_only else None
-        before()
-        for admission in step.admissions:  # not earlier: a slot's last sequence may have a row in the step before
+        for admission in step.admissions:
             self._sampler.admit(admission)
             asked = admission.params.logprobs
             self._num_logprobs[admission.slot] = -1 if asked is None else asked
@@ -100,7 +101,7 @@ class ModelRunner:
 
         rows = inputs.sampled_rows
         slots, positions = step.slots[rows], inputs.seq_lens[rows]  # the token sampled comes right after the context
-        sampling = _Sampling(logits, rows, slots, positions)
+        sampling = _Sampling(logits, rows, slots, positions, self._mask_graphs if graph is not None else None)
         constrained = np.searchsorted(rows, step.constrained)
         special = self._sampler.special(slots, positions)
         special[constrained] = False
@@ -172,14 +173,28 @@ class ModelRunner:
     def constrain(self, sampling: _Sampling, at: IndexArray, masks: IntArray) -> None:
         """Sample these rows of a step's logits again, now that their masks are known."""
         special = self._sampler.special(sampling.slots[at], sampling.positions[at])
-        plain = at[~special]
-        if len(plain):
-            assert self._sampler.fused is not None
-            assert self._mask_staging is not None
-            arrays = (plain.astype(np.int32), sampling.slots[plain], sampling.positions[plain], masks[~special])
-            rows, slots, positions, few = self._mask_staging.send(arrays)
-            self._sampler.fused(sampling.logits, slots, positions, self._tokens, self._last_token, rows, few)
+        if not special.any():
+            self._sample_masked(sampling, at, masks)
+            return
+        if not special.all():
+            self._sample_masked(sampling, at[~special], masks[~special])
         self._sample_specially(sampling, at[special], masks[special])
+
+    def _sample_masked(self, sampling: _Sampling, at: IndexArray, masks: IntArray) -> None:
+        """Sample those rows of a step's logits again by the device's sampler."""
+        assert self._sampler.fused is not None
+        assert self._mask_staging is not None
+        size = None if sampling.graphs is None else sampling.graphs.size(len(at))
+        arrays = (at.astype(np.int32), sampling.slots[at], sampling.positions[at])
+        if size is None:
+            rows, slots, positions, few = self._mask_staging.send((*arrays, masks))
+            self._sampler.fused(sampling.logits, slots, positions, self._tokens, self._last_token, rows, few)
+        else:
+            assert sampling.graphs is not None
+            pad = self._limits.rows
+            padded = (_padded(arrays[0], size, pad), _padded(arrays[1], size, pad), _padded(arrays[2], size, 0))
+            self._mask_staging.send((*padded, masks), self._mask_pads[:3])
+            sampling.graphs.replay(size)
 
     def tokens(self, count: int) -> Tensor:
         return self._tokens[:count]
@@ -212,7 +227,7 @@ class ModelRunner:
         self._query_start = torch.arange(limits.rows + 1, dtype=torch.int32, device=device)
         # One for all sizes: each graph would keep its own alive.
         vocab_size, dtype = self._model.config.vocab_size, self._model.dtype
-        self._logits = torch.empty(limits.rows, vocab_size, dtype=dtype, device=device)
+        self._logits = torch.zeros(limits.rows + 1, vocab_size, dtype=dtype, device=device)
         for buffer in (self._seq_lens, self._positions, self._kv_slots, *self._work):
             buffer.zero_()
         self._slots.fill_(limits.rows)
@@ -221,7 +236,7 @@ class ModelRunner:
             # Few have prefixes worth sharing, and those that do save more than padding costs: a coarse grid will do.
             coarse = batch_sizes(limits.rows, fineness=2)
             variants[True] = [size for size in sizes if size in coarse]
-        graphs = DecodeGraphs(self._decode, variants, device)
+        graphs = StepGraphs(self._decode, variants, device)
         pool = torch.cuda.graph_pool_handle()
         if token_counts:
             pieces = PiecewiseGraphs(self._model, self._cache, token_counts, device)
@@ -229,6 +244,14 @@ class ModelRunner:
             self._pieces = pieces
         graphs.capture(pool)
         self._graphs = graphs
+        assert self._mask_staging is not None
+        *self._masked, masks = self._mask_staging.fixed(self._mask_pads)
+        self._masks = masks.view(limits.rows, -1)
+        for buffer, pad in zip(self._masked, (limits.rows, limits.rows, 0), strict=True):
+            buffer.fill_(pad)
+        masked = StepGraphs(self._decode_masked, {False: sizes}, device)
+        masked.capture(pool)
+        self._mask_graphs = masked
 
     def _stage(self, step: Step, inputs: FlatInputs) -> Callable[[], None] | None:
         """Send a step of decodes to where its graph reads it; returns that graph, to be run, or None if there is none
@@ -253,6 +276,13 @@ class ModelRunner:
         block_table = self._staging.send(arrays, pads)[-1]
         self._block_table[:rows, : block_table.shape[1]].copy_(block_table)
         return partial(self._graphs.replay, size, shared)
+
+    def _decode_masked(self, rows: int, _: bool) -> None:
+        """Sample rows of the logits of a graph again, those that the first ``rows`` of the buffers name."""
+        assert self._sampler.fused is not None
+        logits = self._logits[:, : self._sampler.vocab_size]
+        at, slots, positions = (buffer[:rows] for buffer in self._masked)
+        self._sampler.fused(logits, slots, positions, self._tokens, self._last_token, at, self._masks[:rows])
 
     def _decode(self, rows: int, shared: bool) -> None:
         """A decode step of the first rows of the buffers, from the token embedding to the sampled token."""
@@ -301,6 +331,7 @@ class _Sampling:
     rows: IntArray  # [n] of the step
     slots: IntArray  # [n]
     positions: IntArray  # [n]
+    graphs: StepGraphs | None = None  # for rows with masks, if the logits are where these read them
     logprobs: list[tuple[IntArray, IntArray, Logprobs]] = field(default_factory=list)  # (rows, how many asked for, ...)
 
 

@@ -62,8 +62,7 @@ class SyntheticRunner:
         self._prefill_rate = prefill_tokens_per_second
         self._busy_until = 0.0
 
-    def launch(self, step: Step, before: Callable[[], None] = lambda: None) -> _Timed:
-        before()
+    def launch(self, step: Step) -> _Timed:
         inputs = flatten(step, self._block_size)
         tokens = np.concatenate((self._last_token[step.slots[: step.num_decodes]], step.tokens))
         self._cache[inputs.kv_slots] = content(tokens, inputs.positions)

@@ -62,11 +62,17 @@ class Constraints:
         """
         if len(keys) > len(self._masks):
             self._masks = masks.full(2 * len(keys), self._num_tokens)
-        rows = self._masks[: len(keys)]
-        rows.fill(-1)
-        found = [(i, self._of[key]) for i, key in enumerate(keys.tolist()) if key in self._of]
-        self._fill([(one.matcher, i) for i, one in found if one.matcher is not None], rows)
-        for i, one in found:
+        rows, matchers, narrow = self._masks[: len(keys)], [], []
+        for i, key in enumerate(keys.tolist()):
+            one = self._of.get(key)
+            if one is not None and one.matcher is not None:
+                matchers.append((one.matcher, i))
+            else:
+                rows[i] = -1
+            if one is not None and one.narrows:
+                narrow.append((one, i))
+        self._fill(matchers, rows)
+        for one, i in narrow:
             one.narrow(rows[i], self._not_eos)
         return rows
 
@@ -113,7 +119,7 @@ class Constraints:
 class _Constraint:
     """One sequence's."""
 
-    __slots__ = ("_allowed", "_bad_words", "_goes_on", "_tail", "grammar", "matcher")
+    __slots__ = ("_allowed", "_bad_words", "_goes_on", "_tail", "grammar", "matcher", "narrows")
 
     def __init__(
         self,
@@ -127,6 +133,7 @@ class _Constraint:
         self._goes_on = self.matcher is not None and params.ignore_eos
         self._allowed = masks.only(params.allowed_token_ids, num_tokens) if params.allowed_token_ids else None
         self._bad_words = bad_words
+        self.narrows = self._goes_on or self._allowed is not None or bool(bad_words)
         self._tail: list[int] = []  # the last tokens of the output, as many as a bad word has before its last
 
     def follow(self, token: int) -> None:

@@ -269,6 +269,29 @@ def test_prefills_between_the_sizes_of_graphs(tmp_path: Path, monkeypatch: pytes
     assert all(ran)
 
 
+def test_rows_with_masks_say_the_same_in_graphs_and_without(tmp_path: Path) -> None:
+    """Some rows of a batch may sample a few tokens only, as many rows as no graph has; some are sampled apart besides.
+    All say what they say alone."""
+    folder = write_tiny_model(tmp_path, "qwen3")
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCAB, 4 + i % 9).tolist() for i in range(26)]
+    params, allowed = [], []
+    for i in range(26):
+        ids = sorted(rng.choice(np.arange(3, VOCAB), 5, replace=False).tolist()) if i % 5 else []
+        how = {"temperature": 1.0, "seed": i} if i % 2 else {"temperature": 0}
+        how |= {"logprobs": 0} if i % 7 == 3 else {"top_k": 3} if i % 7 == 4 else {}
+        params.append(SamplingParams(max_tokens=20 + i, ignore_eos=True, allowed_token_ids=ids or None, **how))
+        allowed.append(set(ids) or set(range(VOCAB)))
+    found, _ = generate(build(folder, dtype="float32"), prompts, params)
+    assert all(set(tokens) <= ids for tokens, ids in zip(found, allowed, strict=True))
+    for settings in ({"cuda_graphs": False}, {"overlap": False}):
+        assert generate(build(folder, dtype="float32", **settings), prompts, params)[0] == found
+    alone = build(folder, dtype="float32")
+    assert found == [
+        generate(alone, [p], [each], first_key=i)[0][0] for i, (p, each) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
 def _take(engine: Engine, tokens: list[list[int]]) -> None:
     if output := engine.step():
         for key, token in zip(output.keys.tolist(), output.tokens.tolist(), strict=True):

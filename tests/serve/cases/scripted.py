@@ -40,8 +40,7 @@ class _Scripted:
         self.num_blocks, self.depth = runner.num_blocks, runner.depth
         self._of: dict[int, tuple[int, Sequence[int]]] = {}  # by slot: where its answer begins, and that answer
 
-    def launch(self, step: Step, before: Callable[[], None] = lambda: None) -> PendingStep:
-        before()
+    def launch(self, step: Step) -> PendingStep:
         for admission in step.admissions:
             self._of[admission.slot] = len(admission.prompt), self._script(admission.prompt)
         tokens = np.zeros(len(step.slots), np.int32)
