@@ -20,6 +20,9 @@ class SyntheticConfig(BaseModel):
         20_000, gt=0, description="Added to a step: its prefill tokens at this rate."
     )
     max_model_len: int = Field(4096, ge=16)
+    context: int | None = Field(
+        None, ge=1, description="Tokens that a token depends on, the last ones; null: all, which costs the host more."
+    )
 
 
 class EngineConfig(BaseModel):

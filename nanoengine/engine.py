@@ -87,7 +87,7 @@ class Engine:
         self._busy_since = 0.0  # when the oldest step in flight could begin
         tokens, eos = built.info.num_tokens, built.info.eos_token_ids
         self._gate = Gate(Compiler(lambda: load_tokenizer(resolve_model(config.model, config.revision)), tokens, eos))
-        self._constraints = Constraints(tokens, eos)
+        self._constraints = Constraints(tokens, eos, built.runner.mask_memory)
         self._finished = {"stop": 0, "length": 0, "abort": 0}
 
     def add(

@@ -38,5 +38,8 @@ class Runner(Protocol):
     num_blocks: int  # KV blocks that it holds
     depth: int  # 0, or 1 if a step may be in flight while the next one is planned, where that hides something
 
+    def mask_memory(self, rows: int, words: int) -> IntArray:
+        """Memory for masks, int32 [rows, words], from which the device takes them fastest."""
+
     def launch(self, step: Step) -> PendingStep:
         """Start a step; must not wait for it where the device can run on its own."""

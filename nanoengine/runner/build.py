@@ -39,6 +39,7 @@ def _build_synthetic(config: EngineConfig, files: ModelFiles, phases: Phases) ->
         block_size=config.block_size,
         step_seconds=synthetic.step_seconds,
         prefill_tokens_per_second=synthetic.prefill_tokens_per_second,
+        context=synthetic.context,
         num_tokens=tokenizer.vocab_size,
         eos_token_id=tokenizer.eos_token_ids[0],
     )

@@ -23,6 +23,7 @@ from nanoengine.runner.piecewise_graphs import PiecewiseGraphs
 from nanoengine.sampling.sampler import Logprobs, Sampler
 from nanoengine.sampling.scores import Scores, score
 from nanoengine.scheduling.step import IntArray, Scoring, Step
+from nanoengine.structured.masks import words as mask_words
 
 _SPECIAL_ROWS = 64  # at once: bounds the float32 copies of logits that penalties and log-probabilities work on
 
@@ -74,12 +75,16 @@ class ModelRunner:
         plans = [] if planner is None else [math.prod(shape) for shape in planner.shapes(limits.rows, planner.shares)]
         self._pads = (*(limits.rows,) * 4, *plans)
         self._staging = Staging(_staging_words(limits, self._pads), depth + 1, device)
-        self._mask_pads = (*(limits.rows,) * 3, limits.rows * -(-sampler.vocab_size // 32))
-        fused = sampler.fused is not None
-        self._mask_staging = Staging(words(self._mask_pads), depth + 1, device) if fused else None
+        if sampler.fused is not None:
+            self._mask_pads = (limits.rows,) * 3
+            self._mask_staging = Staging(words(self._mask_pads), depth + 1, device)
+            self._masks = torch.zeros(limits.rows, mask_words(sampler.vocab_size), dtype=torch.int32, device=device)
         kv_heads = cache.keys[0].shape[2]
         self._done = torch.zeros(limits.rows, kv_heads, dtype=torch.int32, device=device)  # see DecodeWork
         self._num_logprobs = np.full(limits.rows, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
+
+    def mask_memory(self, rows: int, words: int) -> IntArray:
+        return torch.empty(rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda").numpy()
 
     # -- launch --------------------------------------------------------------------------------------------------
 
@@ -183,17 +188,17 @@ class ModelRunner:
     def _sample_masked(self, sampling: _Sampling, at: IndexArray, masks: IntArray) -> None:
         """Sample those rows of a step's logits again by the device's sampler."""
         assert self._sampler.fused is not None
-        assert self._mask_staging is not None
-        size = None if sampling.graphs is None else sampling.graphs.size(len(at))
+        count, pads = len(at), (self._limits.rows, self._limits.rows, 0)
+        size = None if sampling.graphs is None else sampling.graphs.size(count)
         arrays = (at.astype(np.int32), sampling.slots[at], sampling.positions[at])
-        if size is None:
-            rows, slots, positions, few = self._mask_staging.send((*arrays, masks))
+        padded = [_padded(array, size or count, pad) for array, pad in zip(arrays, pads, strict=True)]
+        # The host's memory is not written again before this step's result is there.
+        self._masks[:count].copy_(torch.from_numpy(masks), non_blocking=True)
+        rows, slots, positions = self._mask_staging.send(padded, self._mask_pads)
+        if size is None or sampling.graphs is None:
+            few = self._masks[:count]
             self._sampler.fused(sampling.logits, slots, positions, self._tokens, self._last_token, rows, few)
         else:
-            assert sampling.graphs is not None
-            pad = self._limits.rows
-            padded = (_padded(arrays[0], size, pad), _padded(arrays[1], size, pad), _padded(arrays[2], size, 0))
-            self._mask_staging.send((*padded, masks), self._mask_pads[:3])
             sampling.graphs.replay(size)
 
     def tokens(self, count: int) -> Tensor:
@@ -244,9 +249,7 @@ class ModelRunner:
             self._pieces = pieces
         graphs.capture(pool)
         self._graphs = graphs
-        assert self._mask_staging is not None
-        *self._masked, masks = self._mask_staging.fixed(self._mask_pads)
-        self._masks = masks.view(limits.rows, -1)
+        self._masked = self._mask_staging.fixed(self._mask_pads)
         for buffer, pad in zip(self._masked, (limits.rows, limits.rows, 0), strict=True):
             buffer.fill_(pad)
         masked = StepGraphs(self._decode_masked, {False: sizes}, device)

@@ -1,9 +1,9 @@
 """CUDA graphs of what a forward pass does between its attentions, for steps with prefill.
 
 How many rows such a step has, how long they are, and which library attends, no graph can hold; all else depends on the
-number of tokens alone. Launched one by one the kernels of 28 layers take the host 9 to 16 ms, as long as the GPU takes
+number of tokens alone. Launched one by one the kernels of 28 layers take the host 9 to 20 ms, as long as the GPU takes
 for thousands of tokens of a small model. So each stretch from one attention to the next is a graph, and attention is
-launched between them: a prompt of 512 tokens takes 2.9 ms where it took 9.4, one of 4,094 the same 15 (an H200, 0.6B).
+launched between them: a prompt of 512 tokens takes 2.9 ms where it took 9.4 (an H200, 0.6B).
 
 There is a set of graphs for each of a grid of token counts; a step runs in the smallest that holds it. Its missing
 tokens are computed and stored nowhere.
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _LEAST = 8  # fewer tokens than that with a prefill among them are rare
 _LAUNCHES = 9  # of a layer
-_LAUNCH_S = 35e-6  # of one, from Python
-_FLOPS = 4e14  # a second, of an H200, attention and norms included
+_LAUNCH_S = 80e-6  # of one, from Python: 35 us on the fastest host seen, 82 on the slowest
+_FLOPS = 4.7e14  # a second, of an H200, attention and norms included
 
 
 def token_counts(most: int, config: ModelConfig) -> list[int]:

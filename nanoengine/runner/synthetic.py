@@ -17,7 +17,7 @@ from nanoengine.outputs import PromptScores
 from nanoengine.runner.base import StepResult
 from nanoengine.runner.inputs import flatten
 from nanoengine.scheduling.step import IntArray, Scoring, Step
-from nanoengine.structured.masks import allowed
+from nanoengine.structured import masks
 
 _Hash = npt.NDArray[np.uint64]
 
@@ -47,6 +47,7 @@ class SyntheticRunner:
         block_size: int,
         step_seconds: float = 0.0,
         prefill_tokens_per_second: float = float("inf"),
+        context: int | None = None,
         depth: int = 0,
         num_tokens: int = 256,
         eos_token_id: int = 0,
@@ -60,31 +61,52 @@ class SyntheticRunner:
         self._last_token = np.zeros(num_slots, np.int32)
         self._step_seconds = step_seconds
         self._prefill_rate = prefill_tokens_per_second
+        self._context = context
         self._busy_until = 0.0
 
+    def mask_memory(self, rows: int, words: int) -> IntArray:
+        return masks.empty(rows, words)
+
     def launch(self, step: Step) -> _Timed:
+        began = time.monotonic()
         inputs = flatten(step, self._block_size)
         tokens = np.concatenate((self._last_token[step.slots[: step.num_decodes]], step.tokens))
         self._cache[inputs.kv_slots] = content(tokens, inputs.positions)
 
-        seen = self._cache.reshape(-1, self._block_size)[step.block_table].reshape(len(step.slots), -1)
-        visible = np.arange(seen.shape[1]) < inputs.seq_lens[:, None]
-        digest = np.where(visible, seen, np.uint64(0)).sum(axis=1, dtype=np.uint64)
+        digest = self._digest(step.block_table, inputs.seq_lens)
         sampled = self.token(digest)
         self._last_token[step.slots[step.samples]] = sampled[step.samples]
 
-        scores = tuple(self._score(scoring, seen[scoring.row]) for scoring in step.scorings)
+        scores = tuple(self._score(scoring, self._blocks(step.block_table[scoring.row])) for scoring in step.scorings)
 
-        def constrain(masks: IntArray) -> None:
+        def constrain(given: IntArray) -> None:
             rows = step.constrained
-            for row, mask in zip(rows.tolist(), masks, strict=True):
-                ids = np.flatnonzero(allowed(mask, self._num_tokens))
+            for row, mask in zip(rows.tolist(), given, strict=True):
+                ids = np.flatnonzero(masks.allowed(mask, self._num_tokens))
                 sampled[row] = ids[int(digest[row] % np.uint64(len(ids)))] if len(ids) else self._fallback
             self._last_token[step.slots[rows]] = sampled[rows]
 
         duration = self._step_seconds + (step.num_tokens - step.num_decodes) / self._prefill_rate
-        self._busy_until = max(self._busy_until, time.monotonic()) + duration
+        # One step after the other at this pace: what the host does between them is hidden, as it is where they overlap.
+        self._busy_until = (self._busy_until if began - self._busy_until < duration else began) + duration
         return _Timed(StepResult(sampled, {}, scores), self._busy_until, constrain)
+
+    def _blocks(self, table: IntArray) -> _Hash:
+        """The content of the blocks of a table [..., width], one after the other."""
+        return self._cache.reshape(-1, self._block_size)[table].reshape(*table.shape[:-1], -1)
+
+    def _digest(self, table: IntArray, lens: IntArray) -> _Hash:
+        """The sum of what each row reads, uint64 [rows]: its whole context, or the end of it."""
+        if self._context is None:
+            seen = self._blocks(table)
+            read = np.arange(seen.shape[1]) < lens[:, None]
+        else:
+            positions = lens[:, None] - 1 - np.arange(self._context)
+            read = positions >= 0
+            positions = np.maximum(positions, 0)
+            block = np.take_along_axis(table, positions // self._block_size, axis=1)
+            seen = self._cache[block * self._block_size + positions % self._block_size]
+        return np.where(read, seen, np.uint64(0)).sum(axis=1, dtype=np.uint64)
 
     def _score(self, scoring: Scoring, seen: _Hash) -> PromptScores:
         """Log-probabilities that depend, as tokens do, on all content before; the likeliest are always the first ids.

@@ -6,7 +6,8 @@ none of them, is nothing to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import llguidance
@@ -19,20 +20,26 @@ from nanoengine.structured import masks
 from nanoengine.structured.compiler import Compiled
 from nanoengine.structured.grammar import Grammar
 
-# A row's mask takes 10 us, or 85 where the vocabulary is large and a pattern leaves much of it. Fewer rows are done
-# before the library's threads have woken up: on 2 cores, 8 take 0.08 ms one after the other and 0.15 ms in parallel.
-_PARALLEL_FROM = 16
+_ALONE_S = 1e-3
+"""Masks are computed one after the other for so long, and what is left then in parallel. A row of JSON takes 12 us, and
+64 of them 0.8 ms one after the other where the library's threads take 1.0 to 1.9, to wake up and to wait for each
+other; a row whose pattern counts takes 400 to 600, and 64 take 25 to 39 ms against 6 to 9 (32 cores, 152,000 tokens).
+What a token costs after that, 3 us, is not worth a thread either."""
 
 
 class Constraints:
     """Of one engine's sequences, by their keys."""
 
-    def __init__(self, num_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, num_tokens: int, eos_token_ids: tuple[int, ...], allocate: Callable[[int, int], IntArray] = masks.empty
+    ) -> None:
+        """``allocate`` makes the memory for masks, int32 [rows, words], where a device can read it."""
         self._num_tokens = num_tokens
         self._eos_token_ids = frozenset(i for i in eos_token_ids if i < num_tokens)
         self._not_eos = ~masks.only(self._eos_token_ids, num_tokens)
         self._of: dict[int, _Constraint] = {}
-        self._masks = masks.full(0, num_tokens)  # reused: a row of a large vocabulary is 20 kB
+        self._allocate = allocate
+        self._masks = allocate(0, masks.words(num_tokens))  # reused: a row of a large vocabulary is 20 kB
 
     def __len__(self) -> int:
         return len(self._of)
@@ -61,7 +68,7 @@ class Constraints:
         Sequences that are not known may sample anything: they have ended, and their token will be dropped.
         """
         if len(keys) > len(self._masks):
-            self._masks = masks.full(2 * len(keys), self._num_tokens)
+            self._masks = self._allocate(2 * len(keys), masks.words(self._num_tokens))
         rows, matchers, narrow = self._masks[: len(keys)], [], []
         for i, key in enumerate(keys.tolist()):
             one = self._of.get(key)
@@ -81,7 +88,7 @@ class Constraints:
 
         That takes a row of which nothing was left to sample, or a grammar that has grown beyond the library's limits.
         """
-        followed, stuck = [], []  # with their grammars
+        stuck = []  # with their grammars
         for key, token in zip(keys, tokens, strict=True):
             if (one := self._of.get(key)) is None:
                 continue
@@ -89,27 +96,20 @@ class Constraints:
             if one.matcher is None or one.grammar is None:
                 continue
             # The library lets an answer end where the vocabulary has no token that could go on.
-            if token in self._eos_token_ids and not one.matcher.is_accepting():
+            early = token in self._eos_token_ids and not one.matcher.is_accepting()
+            if early or not one.matcher.consume_token(token):
                 stuck.append((key, one.grammar))
-            else:
-                followed.append((key, one.grammar, (one.matcher, token)))
-        accepted = self._consume([pair for _, _, pair in followed])
-        stuck += [(key, grammar) for (key, grammar, _), ok in zip(followed, accepted, strict=True) if not ok]
         return [(key, _dead_end(grammar)) for key, grammar in stuck]
 
     def _fill(self, matchers: list[tuple[llguidance.LLMatcher, int]], rows: IntArray) -> None:
         """Each matcher's mask into its row."""
         address, width = rows.ctypes.data, rows.shape[1] * rows.itemsize
-        if len(matchers) >= _PARALLEL_FROM:
-            self._executor.unsafe_compute_mask_ptr(matchers, address, width, len(rows))
-        else:
-            for matcher, row in matchers:
-                matcher.unsafe_compute_mask_ptr(address + row * width, width)
-
-    def _consume(self, pairs: list[tuple[llguidance.LLMatcher, int]]) -> list[bool]:
-        if len(pairs) >= _PARALLEL_FROM:
-            return self._executor.consume_token_par(pairs)
-        return [matcher.consume_token(token) for matcher, token in pairs]
+        until = time.perf_counter() + _ALONE_S
+        for i, (matcher, row) in enumerate(matchers):
+            if time.perf_counter() > until:
+                self._executor.unsafe_compute_mask_ptr(matchers[i:], address, width, len(rows))
+                break
+            matcher.unsafe_compute_mask_ptr(address + row * width, width)
 
     @cached_property
     def _executor(self) -> llguidance.LLExecutor:

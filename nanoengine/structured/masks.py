@@ -13,14 +13,19 @@ import numpy as np
 from nanoengine.scheduling.step import BoolArray, IntArray
 
 
-def full(rows: int, num_tokens: int) -> IntArray:
-    """Masks that allow every token."""
-    return np.full((rows, -(-num_tokens // 32)), -1, np.int32)
+def words(num_tokens: int) -> int:
+    """How many a mask has."""
+    return -(-num_tokens // 32)
+
+
+def empty(rows: int, words: int) -> IntArray:
+    """Memory for masks."""
+    return np.empty((rows, words), np.int32)
 
 
 def only(ids: Iterable[int], num_tokens: int) -> IntArray:
     """The mask, int32 [words], that allows these tokens and no others."""
-    bits = np.zeros(-(-num_tokens // 32) * 32, np.uint8)
+    bits = np.zeros(words(num_tokens) * 32, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 

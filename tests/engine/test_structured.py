@@ -24,6 +24,7 @@ from nanoengine.llm import LLM
 from nanoengine.protocol import Refused
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.structured import compiler as compiler_module
+from nanoengine.structured import constraints as constraints_module
 from nanoengine.structured import masks
 from nanoengine.structured import trial as trial_module
 from nanoengine.structured.compiler import Compiler
@@ -643,3 +644,25 @@ async def test_a_process_of_its_own_refuses_a_grammar_and_lives_on() -> None:
         assert delta.finish_reason == "stop"
     finally:
         await engine.stop()
+
+
+def test_masks_are_the_same_one_after_the_other_and_in_parallel(
+    byte_level: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, rows, rng = trained("byte_level"), 9, random.Random(0)
+    ways = (1000.0, 0.0, -1.0)  # all of them one after the other, all but one or two in parallel, all
+    kinds = [Constraints(tokenizer.vocab_size, tokenizer.eos_token_ids) for _ in ways]
+    for key in range(rows):
+        params = SamplingParams(structured=DATE if key % 3 else None, bad_words=("1",) if key % 2 else ())
+        for one in kinds:
+            one.add(key, params, byte_level(params).result(30))
+    for _ in range(6):
+        found = []
+        for one, seconds in zip(kinds, ways, strict=True):
+            monkeypatch.setattr(constraints_module, "_ALONE_S", seconds)
+            found.append(one.masks(np.arange(rows + 1)).copy())
+        assert (found[0] == found[1]).all()
+        assert (found[0] == found[2]).all()
+        tokens = [rng.choice(np.flatnonzero(masks.allowed(row, tokenizer.vocab_size)).tolist()) for row in found[0]]
+        for one in kinds:
+            one.advance(range(rows), tokens[:rows])

@@ -40,6 +40,9 @@ class _Scripted:
         self.num_blocks, self.depth = runner.num_blocks, runner.depth
         self._of: dict[int, tuple[int, Sequence[int]]] = {}  # by slot: where its answer begins, and that answer
 
+    def mask_memory(self, rows: int, words: int) -> IntArray:
+        return self._runner.mask_memory(rows, words)
+
     def launch(self, step: Step) -> PendingStep:
         for admission in step.admissions:
             self._of[admission.slot] = len(admission.prompt), self._script(admission.prompt)
