@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import ray
@@ -19,8 +21,18 @@ import yaml
 from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
-CONFIG = Path(__file__).parents[2] / "serve_config.yaml"
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "serve_config.yaml"
 NAME = "test-model"
+
+
+def made_environment() -> dict[str, str]:
+    """What `make serve` sets for Serve."""
+    return dict(re.findall(r"^serve: export (RAY_SERVE_\w+) \?= (\d+)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+LOOPS = {name: value for name, value in made_environment().items() if name.startswith("RAY_SERVE_RUN_")}
+"""Of it, on which event loops requests run; and so, by which way calls go."""
 
 
 def free_port() -> int:
@@ -53,22 +65,27 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 class Cluster:
-    """A running cluster; ``deploy`` replaces what it serves."""
+    """A running cluster; ``deploy`` replaces what it serves.
 
-    def __init__(self) -> None:
+    ``environment`` is that of its processes: {} for what plain `serve run` starts. This process has none of it: its
+    handles have a loop of their own, as a test has none for them.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = LOOPS) -> None:
         self.folder = tempfile.mkdtemp(prefix="ns")  # short: Ray puts socket paths under it, and they have a limit
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         os.environ.pop("RAY_ADDRESS", None)
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            _temp_dir=self.folder,
-            object_store_memory=128 << 20,
-            log_to_driver=False,
-            namespace="serve",
-        )
+        with patch.dict(os.environ, environment):  # which all processes of Ray inherit
+            ray.init(
+                address="local",
+                num_cpus=4,
+                include_dashboard=False,
+                _temp_dir=self.folder,
+                object_store_memory=128 << 20,
+                log_to_driver=False,
+                namespace="serve",
+            )
         self._client = serve.start(http_options={"host": "127.0.0.1", "port": self.port})
 
     def deploy(self, data: dict[str, Any], timeout: float = 60, wait: bool = True) -> None:

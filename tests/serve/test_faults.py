@@ -73,9 +73,12 @@ class Service:
         eventually(lambda: self.cluster.replicas("Ingress") == 2 and self.cluster.healthy(), 120, "two ingresses")
 
     def rejected(self) -> int:
-        """Calls that a replica of Serve's would not have, as its log says."""
-        logs = Path(self.cluster.folder).glob("session_2*/logs/serve/replica_llm_EngineReplica_*.log")
-        return sum(log.read_text().count("rejecting request") for log in logs)
+        """Calls that a replica of Serve's would not have."""
+        return self._logged("EngineReplica", "rejecting request")
+
+    def _logged(self, deployment: str, words: str) -> int:
+        logs = Path(self.cluster.folder).glob(f"session_2*/logs/serve/replica_llm_{deployment}_*.log")
+        return sum(log.read_text().count(words) for log in logs)
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Those of this cluster, and of no other on this machine, with ``title`` in their command lines."""
@@ -124,7 +127,7 @@ def answer(prompt: list[int], count: int) -> str:
 @dataclass
 class Ending:
     """How a request ended. ``kind``: "right"; "refused" before its first token, with a time to come back; "broken", by
-    an error event after it; and what must not be: "wrong", "cut"."""
+    an error event after it; "gone", with the ingress that had it; and what must not be: "wrong", "cut"."""
 
     kind: str
     cached: int = 0
@@ -142,6 +145,9 @@ async def ask(client: httpx.AsyncClient, prompt: list[int], count: int = 4, **mo
     async with asyncio.timeout(30), client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             ending.detail = (await response.aread()).decode()
+            # In the words of Serve's proxy, which says so where an ingress has ended before it began with its answer.
+            if response.status_code == 500 and ending.detail == "Internal Server Error":
+                return Ending("gone")
             ending.retry_after_s = float(response.headers.get("retry-after", 0))
             ending.kind = "refused" if response.status_code in (429, 503) and ending.retry_after_s >= 1 else "wrong"
             return ending
@@ -319,7 +325,7 @@ async def streams(service: Service, stop: asyncio.Event, seed: int) -> list[Endi
                 own: list[int] = rng.integers(32, 127, 64).tolist()
                 try:
                     endings.append(await ask(client, [*shared[number % 4], *own] if number % 2 else own, 100))
-                except httpx.TransportError:  # the proxy's end of a connection to an ingress that was killed
+                except httpx.TransportError:  # the proxy's end of a connection, if an answer had begun
                     endings.append(Ending("gone"))
 
         await asyncio.gather(*(user(number) for number in range(8)))
@@ -385,7 +391,7 @@ async def test_ingress_killed(service: Service) -> None:
 @pytest.mark.soak
 async def test_faults_one_after_the_other_under_load(service: Service) -> None:
     """Three minutes of streams, and every fault among them, in any order."""
-    rng, until, kills = random.Random(0), time.monotonic() + 180, 0
+    rng, until = random.Random(0), time.monotonic() + 180
     happened: Counter[str] = Counter()
     async with under_load(service, seed=30) as endings:
         while time.monotonic() < until:
@@ -399,7 +405,6 @@ async def test_faults_one_after_the_other_under_load(service: Service) -> None:
                 case "none":
                     service.set_faults()
                 case "replica" | "ingress":
-                    kills += 1
                     title = "nanoengine.process" if fault == "replica" else "ServeReplica:llm:Ingress"
                     process = rng.choice(service.processes(title))
                     (process.parent() if fault == "replica" else process).kill()
@@ -412,7 +417,7 @@ async def test_faults_one_after_the_other_under_load(service: Service) -> None:
     found = kinds(endings)
     print(happened, found)
     assert found["right"] > 200
-    assert found["broken"] + found["gone"] + found["refused"] <= 8 * kills
+    assert len(endings) - found["right"] <= 8 * happened["ingress"], "with a replica nothing is lost"
 
 
 @pytest.mark.soak

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,9 +19,8 @@ import pytest
 import yaml
 
 from deployments.run import drain
-from tests.serve.cluster import NAME, Cluster, config, eventually, free_port
+from tests.serve.cluster import LOOPS, NAME, Cluster, config, eventually, free_port
 
-MAKEFILE = Path(__file__).parents[2] / "Makefile"
 QUICK_S = 2.5  # replica_wait_s, and what a busy machine adds
 END_S = 10.0  # for Serve's and Ray's processes to end, once no request is left
 
@@ -155,8 +153,7 @@ def test_what_is_open_ends_before_sockets_close(cluster: Cluster) -> None:
 @pytest.mark.parametrize(("number", "twice"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_a_signal_stops_the_service_in_order(tmp_path: Path, number: signal.Signals, twice: bool) -> None:
     """Case D22, of the process that `make serve` runs. Two signals do not wait."""
-    loops = dict(re.findall(r"^serve: export (RAY_SERVE_RUN_\w+) \?= (\d+)$", MAKEFILE.read_text(), re.MULTILINE))
-    assert len(loops) == 2, "a handle works on an event loop alone with them"
+    assert len(LOOPS) == 2, "a handle works on an event loop alone with them"
     grace, port = 8, free_port()
     data = config(Ingress__graceful_shutdown_timeout_s=grace, EngineReplica__ray_actor_options={"num_cpus": 0.5})
     data["http_options"]["port"] = port
@@ -164,7 +161,7 @@ def test_a_signal_stops_the_service_in_order(tmp_path: Path, number: signal.Sign
     file.write_text(yaml.safe_dump(data))
     service = subprocess.Popen(
         [sys.executable, "-m", "deployments.run", str(file)],
-        env=os.environ | loops | {"RAY_ADDRESS": "local"},
+        env=os.environ | LOOPS | {"RAY_ADDRESS": "local"},
         stdout=(tmp_path / "log").open("w"),
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,19 +17,12 @@ import pytest
 from loadtest.plane import configuration, served
 from loadtest.processes import resident_bytes
 from loadtest.stream_client import Connection
+from tests.serve.cluster import made_environment
 
 STREAMS = 1000
 RATE = 10  # tokens a second of each
 TOKENS = 100
 ROUNDS = 12  # of some 12 seconds
-MAKEFILE = Path(__file__).parents[2] / "Makefile"
-
-
-def environment() -> dict[str, str]:
-    """What `make serve` sets for Serve."""
-    found = dict(re.findall(r"^serve: export (RAY_SERVE_\w+) \?= (\d+)$", MAKEFILE.read_text(), re.MULTILINE))
-    assert found["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    return found
 
 
 @pytest.fixture
@@ -42,7 +33,9 @@ def service() -> Iterator[tuple[str, int]]:
     data = configuration(port, STREAMS, RATE * STREAMS, "channel", 1)
     # One who has left has a place until that is noticed, and asks again at once.
     data["applications"][0]["args"]["ingress"]["max_inflight_requests"] = STREAMS * 11 // 10
-    with served(data, environment()) as found:
+    environment = made_environment()
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+    with served(data, environment) as found:
         yield found
 
 

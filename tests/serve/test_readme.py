@@ -1,4 +1,5 @@
-"""The README's own example against serve_config.yaml as it is: the default model answers through the whole service."""
+"""The README's own example against serve_config.yaml as it is, by plain `serve run`: the default model answers through
+the whole service."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def service() -> Iterator[Cluster]:
         resolve_model(data["applications"][0]["args"]["engine"]["model"])
     except ModelLoadError as error:
         pytest.skip(f"the default model cannot be had: {error}")
-    cluster = Cluster()
+    cluster = Cluster(environment={})
     try:
         cluster.deploy(data, timeout=120)
         yield cluster
