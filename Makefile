@@ -22,8 +22,9 @@ export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 export PIP_NO_INPUT := 1
 
-# The way of a token: HAProxy in place of Serve's Python proxy, and an ingress that routes requests and writes events on
-# the one loop on which its requests run. Without them all is as correct, and costs more (docs/data-plane.md).
+# The way of a token: HAProxy in place of Serve's Python proxy, and an ingress that routes requests, calls replicas (over
+# gRPC) and writes events on the one loop on which its requests run. Without them all is as correct, and costs more
+# (docs/data-plane.md).
 serve: export RAY_SERVE_ENABLE_HA_PROXY ?= 1
 serve: export RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD ?= 0
 serve: export RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP ?= 0

@@ -45,14 +45,11 @@ from loadtest.processes import cpu_seconds
 from loadtest.stream_client import Connection, Reading
 
 _HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-_GRPC = {"RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
 _ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 PROXIES: dict[str, dict[str, str]] = {
     "python": {},
-    "python-grpc": _GRPC,
     "haproxy": _HAPROXY,
     "haproxy-loop": _HAPROXY | _ONE_LOOP,
-    "haproxy-loop-grpc": _HAPROXY | _ONE_LOOP | _GRPC,
 }
 """Ways from a client to the ingress, and from there to a replica, by what is set in the environment."""
 

@@ -15,6 +15,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import grpc
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ logger = logging.getLogger("ray.serve")
 
 LAST_CHUNK_S = 2.0
 MAX_LOSSES = 3  # replicas that a request may lose before it is given up
+LOST = (RayActorError, ReplicaUnavailableError, TaskCancelledError, grpc.RpcError)  # what a call to it raises
 FULL_WAIT_S = 0.25  # between two tries to go on where all others are full
 
 
@@ -212,7 +214,7 @@ class EngineClient:
                 return unavailable("no engine could be started; see `serve status`", self._config.retry_after_s)
             case None | Chunk() | _Leave() | Refusal(kind="dead" | "cut"):
                 return self._gone()
-            case RayActorError() | ReplicaUnavailableError() | TaskCancelledError():
+            case BaseException() if isinstance(reply, LOST):
                 return self._gone()
         logger.error("an engine replica failed: %r", reply)
         return internal()
@@ -389,5 +391,5 @@ def _is_loss(reply: Reply | _Leave | BaseException | None) -> bool:
         case Refusal():
             return reply.kind in ("dead", "cut")
         case BaseException():
-            return isinstance(reply, (RayActorError, ReplicaUnavailableError, TaskCancelledError, Misplaced))
+            return isinstance(reply, (*LOST, Misplaced))
     return True  # the channel was lost, or the end of the answer with it, or the engine gave up

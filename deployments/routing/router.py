@@ -27,6 +27,7 @@ from deployments.routing.core import Choice, Question, RouteRequest, RoutingCore
 from deployments.routing.load import LoadReport, ReplicaInfo, read_report
 from deployments.routing.policies import POLICIES
 from deployments.routing.policies.base import RoutingPolicy
+from deployments.routing.transport import Transport
 from nanoengine.cache.events import PrefixEvents
 
 logger = logging.getLogger("ray.serve")
@@ -64,6 +65,7 @@ class EngineRouter(RequestRouter):
         self._reading = False  # whether ``_read_news`` is on its way
         self._tended_at = 0.0
         self._wanted: set[str] = set()
+        self._transport = Transport()
         self.replica_metadata: dict[str, dict[str, Any]] = {}
         self.placed: dict[int, str] = {}  # by call number
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
@@ -115,6 +117,7 @@ class EngineRouter(RequestRouter):
                     self.placed[call.number] = choice.replica
                     expecting = msgspec.structs.replace(call, expected_cached=choice.cached_tokens)
                     pending_request.args = [self._sent(expecting, choice.replica), *pending_request.args[1:]]
+                    self._transport.choose(pending_request, choice.replica)
                 return self._by_id[choice.replica]
             await self._wait_for_room()
             attempt += 1
@@ -211,6 +214,7 @@ class EngineRouter(RequestRouter):
         self._loop = asyncio.get_running_loop()
         self._by_id = {r.replica_id.unique_id: r for r in replicas}
         self.replica_metadata = {r.replica_id.unique_id: r.replica_metadata for r in replicas}
+        self._transport.keep(self._by_id.keys())
         self._core.set_replicas({id: _info(data) for id, data in self.replica_metadata.items()})
         for id, replica in self._by_id.items():
             if (report := read_report(replica.routing_stats)) is not None:
@@ -224,6 +228,11 @@ class EngineRouter(RequestRouter):
         super().on_replica_actor_died(replica_id)
         self._by_id.pop(replica_id.unique_id, None)
         self._core.forget(replica_id.unique_id)
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        """Serve calls this when a call does not reach a replica, whatever has become of that."""
+        super().on_replica_actor_unavailable(replica_id)
+        self._transport.miss(replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -1,4 +1,5 @@
-"""The production router, but that what engines tell it of their caches is lost or mixed up on the way."""
+"""The production router, but that what engines tell it of their caches is lost or mixed up on the way, or that calls
+do not reach them."""
 
 from __future__ import annotations
 
@@ -7,6 +8,11 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ray._private.grpc_utils import init_grpc_channel
+from ray.serve._private.request_router.replica_wrapper import gRPCReplicaWrapper
+from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
+from ray.serve.request_router import PendingRequest, RunningReplica
 
 from deployments.routing.load import LoadReport
 from deployments.routing.router import EngineRouter
@@ -20,7 +26,8 @@ class UnreliableRouter(EngineRouter):
 
     lost: fraction of prefix events that don't arrive;
     gap: when it grows, each replica's next events don't;
-    swapped: events of one replica are taken for another's, with garbage after them.
+    swapped: events of one replica are taken for another's, with garbage after them;
+    unreached: calls over gRPC go where nobody listens, and all else works.
     """
 
     def initialize_state(self, faults: str = "", **kwargs: Any) -> None:
@@ -29,6 +36,16 @@ class UnreliableRouter(EngineRouter):
         self._rng = random.Random(0)
         self._gaps: dict[str, int] = {}
         self._seen: list[str] = []
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        replica._grpc_replica_wrapper = None  # Serve makes a new one
+        if json.loads(self._faults.read_text()).get("unreached"):
+            nowhere = ASGIServiceStub(init_grpc_channel("127.0.0.1:1", asynchronous=True))
+            replica._grpc_replica_wrapper = gRPCReplicaWrapper(nowhere, replica.actor_id)
+        return replica
 
     def observe(self, replica: str, load: LoadReport | None, prefixes: Sequence[PrefixEvents]) -> None:
         faults = json.loads(self._faults.read_text())

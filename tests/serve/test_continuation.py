@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import BackPressureError
 
 from deployments.config import IngressConfig
@@ -131,7 +133,11 @@ def lost(kind: Any = "dead", replica: str = "r0") -> Refusal:
     return Refusal(kind, "gone", replica)
 
 
-@pytest.mark.parametrize("end", [lost(), lost("cut"), RayActorError(), None])
+UNREACHED = ActorUnavailableError("Actor is unavailable.", b"x" * 16)  # what Serve makes of gRPC's UNAVAILABLE
+RESET = AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), "RST_STREAM")
+
+
+@pytest.mark.parametrize("end", [lost(), lost("cut"), RayActorError(), UNREACHED, RESET, None])
 @pytest.mark.parametrize("cut", range(LENGTH))
 async def test_a_lost_sequence_goes_on_with_the_same_tokens(
     router: Router, end: End, cut: int, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,10 @@ class Service:
         """Calls that a replica of Serve's would not have."""
         return self._logged("EngineReplica", "rejecting request")
 
+    def unreached(self) -> int:
+        """Calls that did not reach a replica."""
+        return self._logged("Ingress", "is temporarily unavailable")
+
     def _logged(self, deployment: str, words: str) -> int:
         logs = Path(self.cluster.folder).glob(f"session_2*/logs/serve/replica_llm_{deployment}_*.log")
         return sum(log.read_text().count(words) for log in logs)
@@ -311,6 +315,16 @@ async def test_replicas_reject_calls_whose_requests_they_have(service: Service) 
     assert kinds(endings) == {"right": 36}
     assert service.rejected() > before, "the fault is none"
     await asyncio.to_thread(service.deploy, 3)
+
+
+async def test_replicas_that_grpc_does_not_reach(service: Service) -> None:
+    """Their calls are made again as actor calls: a few at first, and then none is made in vain."""
+    before = service.unreached()
+    service.set_faults(unreached=True)
+    endings = await ask_all(service, prompts(48, seed=81, tokens=64), count=60)
+    assert kinds(endings) == {"right": 48}
+    assert 0 < service.unreached() - before < 48, "the fault is none, or is met again and again"
+    service.set_faults()
 
 
 async def streams(service: Service, stop: asyncio.Event, seed: int) -> list[Ending]:

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.exceptions import BackPressureError
-from ray.serve.request_router import PendingRequest, RequestRouter
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from deployments.messages import ClaimCheck, GenerateCall, Misplaced
 from deployments.routing import registry
 from deployments.routing.load import LoadReport
 from deployments.routing.policies import POLICIES
 from deployments.routing.router import EngineRouter
+from deployments.routing.transport import PAUSE_S, Transport
 from nanoengine.cache.events import PrefixEvents
 from nanoengine.cache.prefix_hash import prefix_hashes, prefix_root
 from nanoengine.sampling.params import SamplingParams
@@ -70,8 +71,19 @@ def test_base_class_still_has_what_we_override_and_use() -> None:
     assert list(choose.parameters) == ["self", "pending_request", "is_retry"]
     completed = inspect.signature(RequestRouter.on_request_completed)
     assert list(completed.parameters) == ["self", "replica_id", "internal_request_id"]
+    for name in ("on_replica_actor_died", "on_replica_actor_unavailable"):
+        assert list(inspect.signature(getattr(RequestRouter, name)).parameters) == ["self", "replica_id"]
     for name in ("update_replicas", "initialize_state", "choose_replicas", "_probe_queue_lens"):
         assert hasattr(RequestRouter, name)
+
+
+@pytest.mark.parametrize("by_reference", [True, False])
+def test_serve_still_looks_at_the_request_for_the_way_of_its_call(by_reference: bool) -> None:
+    wrappers: Any = SimpleNamespace(_actor_replica_wrapper=True, _grpc_replica_wrapper=False)
+    request = pending()
+    assert {"_by_reference", "_on_separate_loop"} <= vars(request.metadata).keys()
+    request.metadata._by_reference = by_reference
+    assert RunningReplica._get_replica_wrapper(wrappers, request) is by_reference
 
 
 async def test_is_found_by_the_ingress(router: EngineRouter) -> None:
@@ -285,6 +297,55 @@ async def test_a_call_whose_request_went_ahead_is_not_placed_twice(router: Engin
     with pytest.raises(Misplaced):
         await choose(router, request)
     assert len(carrier.carried) == 1
+
+
+async def by_grpc(router: EngineRouter, number: int, on_separate_loop: bool = False) -> dict[str, bool]:
+    """Whether a call goes that way, by where it goes."""
+    request = pending(call(number), f"r{number}")
+    request.metadata._on_separate_loop = on_separate_loop
+    return {await choose(router, request): not request.metadata._by_reference}
+
+
+async def test_a_number_alone_goes_by_grpc(router: EngineRouter) -> None:
+    """And a prompt, which may be longer than a message of gRPC, does not."""
+    carrier = Carrier("a")
+    ways = await by_grpc(router, 0) | await by_grpc(router, 1)
+    assert ways == {"a": True, "b": False}
+    carrier.connected = ("a", "b")
+    assert await by_grpc(router, 2, on_separate_loop=True) | await by_grpc(router, 3, on_separate_loop=True) == {
+        "a": False,
+        "b": False,
+    }
+
+
+async def test_a_replica_that_grpc_did_not_reach_gets_actor_calls_for_a_while(router: EngineRouter) -> None:
+    """They find out whether it is dead, upon which Serve says so."""
+    carrier, now = Carrier("a", "b"), 0.0
+    router._transport = Transport(lambda: now)
+
+    async def reached() -> dict[str, bool]:
+        carrier.carried.clear()
+        ways = await by_grpc(router, 0) | await by_grpc(router, 1)
+        assert len(carrier.carried) == 2, "the request itself goes by the channel all the while"
+        return ways
+
+    def miss() -> None:
+        for _ in range(3):  # calls were on their way
+            router.on_replica_actor_unavailable(ReplicaID("a", DEPLOYMENT))
+
+    for seconds in (PAUSE_S, 2 * PAUSE_S, 4 * PAUSE_S):
+        miss()
+        router.update_replicas([replica("a"), replica("b")])  # which is no news of it
+        now += seconds - 1
+        assert await reached() == {"a": False, "b": True}
+        now += 2
+        assert await reached() == {"a": True, "b": True}
+    now += 4 * PAUSE_S  # in which it was reached
+    miss()
+    now += PAUSE_S
+    assert await reached() == {"a": True, "b": True}
+    router.update_replicas([replica("b")])
+    assert not router._transport._pauses
 
 
 async def test_a_wait_that_ends_as_it_is_woken_is_no_error(
