@@ -76,6 +76,7 @@ class _News(msgspec.Struct, frozen=True, array_like=True):
     chunks: dict[int, Chunk]  # by call number
     load: LoadReport | None = None
     prefixes: list[PrefixEvents] = []
+    failed: list[int] = []  # calls that ended in an error, which is told by Serve's call
 
 
 Observe = Callable[[str, LoadReport | None, list[PrefixEvents]], None]
@@ -142,6 +143,7 @@ class Lane:
         self._ready: dict[int, Source] = {}  # ... of those that have something
         self._load: LoadReport | None = None
         self._prefixes: list[PrefixEvents] | None = None  # None: a snapshot is due instead
+        self._failed: list[int] = []
         self._wake = asyncio.Event()
         self._left: deque[int] = deque(maxlen=LEFT)
 
@@ -163,6 +165,11 @@ class Lane:
         self._left.append(number)
         if (source := self._sources.get(number)) is not None:
             source.lost()
+
+    def failed(self, number: int) -> None:
+        """It has come to an error, and its ingress is to hear of it from Serve's call."""
+        self._failed.append(number)
+        self._wake.set()
 
     def remove(self, number: int) -> None:
         """Nothing more is taken of it."""
@@ -198,8 +205,9 @@ class Lane:
                 prefixes = [self._snapshot()] if self._prefixes is None else self._prefixes
                 ready, self._ready = self._ready, {}
                 taken = ((number, source.take()) for number, source in ready.items())
-                news = _News({number: chunk for number, chunk in taken if chunk is not None}, self._load, prefixes)
-                self._load, self._prefixes = None, []
+                chunks = {number: chunk for number, chunk in taken if chunk is not None}
+                news = _News(chunks, self._load, prefixes, self._failed)
+                self._load, self._prefixes, self._failed = None, [], []
                 self._writer.write(_frame(news))
                 await self._writer.drain()
 
@@ -278,13 +286,16 @@ class ChannelClient:
         deliver: Callable[[str, int, Chunk], None],
         observe: Observe,
         lost: Callable[[str], None] = lambda replica: None,
+        failed: Callable[[int], None] = lambda number: None,
     ) -> None:
         """``deliver`` gets each chunk that arrives, with its replica and its call's number; ``observe`` what else a
-        replica tells; ``lost`` replicas whose channel has ended: nothing more will come of the calls made before."""
+        replica tells; ``lost`` replicas whose channel has ended: nothing more will come of the calls made before;
+        ``failed`` the numbers of calls that Serve's call will tell an error of."""
         self._ingress = ingress
         self._deliver = deliver
         self._observe = observe
         self._lost = lost
+        self._failed = failed
         self._silent: dict[str, int] = {}  # looks since something came through the channel to each
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -355,6 +366,8 @@ class ChannelClient:
                 self._silent[replica] = 0
                 for number, chunk in news.chunks.items():
                     self._deliver(replica, number, chunk)
+                for number in news.failed:
+                    self._failed(number)
                 if news.load is not None or news.prefixes:
                     self._observe(replica, news.load, news.prefixes)
         finally:

@@ -29,7 +29,7 @@ from deployments.config import IngressConfig
 from deployments.ingress.errors import ApiError, internal, overloaded, unavailable
 from deployments.ingress.standing import Standing
 from deployments.ingress.start import FirstReplica
-from deployments.messages import Chunk, GenerateCall, Misplaced, Refusal, Reply, decode, merged
+from deployments.messages import Chunk, ClaimCheck, GenerateCall, Misplaced, Refusal, Reply, decode, merged
 from deployments.pacing import HAPROXY, MAX_PAUSE_QUEUED_S, MAX_PAUSE_S, Pacer
 from deployments.routing import registry
 from deployments.routing.load import LoadReport
@@ -42,6 +42,10 @@ LAST_CHUNK_S = 2.0
 MAX_LOSSES = 3  # replicas that a request may lose before it is given up
 LOST = (RayActorError, ReplicaUnavailableError, TaskCancelledError, grpc.RpcError)  # what a call to it raises
 FULL_WAIT_S = 0.25  # between two tries to go on where all others are full
+CALL_AFTER_S = 0.25
+"""Most that Serve's call waits behind a request that has gone ahead of it, for the first token. The call costs ingress
+and replica more CPU time than all that the first token needs, and nobody waits for it: of requests that come together
+it would keep the later ones from their engine."""
 
 
 class EngineClient:
@@ -66,7 +70,7 @@ class EngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._standing = Standing()
         self._stopped = False
-        self._channels = ChannelClient(self._name, self._deliver, self._observe, self._lost)
+        self._channels = ChannelClient(self._name, self._deliver, self._observe, self._lost, self._failed)
         registry.CARRIERS[self._key] = self._channels
 
     def available(self) -> bool:
@@ -130,8 +134,7 @@ class EngineClient:
                 avoid=tuple(so_far.suspects),
             )
             inbox = self._inboxes[call.number] = _Inbox()
-            stream = handle.remote(call)
-            watcher = self._spawn(_watch(stream, inbox))
+            watcher = self._spawn(self._call(handle, call, session, inbox))
             ended = False
             try:
                 while isinstance(reply := await inbox.take(), Chunk):
@@ -149,8 +152,6 @@ class EngineClient:
                 if not ended:  # else the watcher sees the call to its end
                     watcher.cancel()
                     self._channels.leave(replica, call.number)
-                    with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
-                        stream.cancel()
             if isinstance(reply, Refusal) and reply.kind == "dead":
                 self._standing.refuse(reply.replica)
             if isinstance(reply, BackPressureError) and so_far.may_wait(self._config.resume_wait_s):
@@ -160,6 +161,26 @@ class EngineClient:
             elif not isinstance(reply, Misplaced):  # which is no loss
                 logger.info("a sequence of %d tokens leaves replica %s: %r", so_far.count, replica, reply)
                 self._continued((reply if isinstance(reply, _Leave) else _Leave.LOST).value)
+
+    async def _call(self, handle: DeploymentHandle, call: GenerateCall, session: str, inbox: _Inbox) -> None:
+        """See one call to its end. The request goes ahead where it can, and Serve's call waits for its first token."""
+        router, placed = registry.ROUTERS.get(self._key), False
+        try:
+            placed = router is not None and router.place(call, session)
+            if placed:
+                await inbox.begun(CALL_AFTER_S)
+            stream = handle.remote(ClaimCheck(call.key) if placed else call)
+            try:
+                await _watch(stream, inbox)
+            except asyncio.CancelledError:
+                with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
+                    stream.cancel()
+                raise
+        except Exception as error:
+            inbox.end(error)
+        finally:
+            if placed and router is not None:
+                router.withdraw(call)
 
     async def memory(self) -> dict[str, Any]:
         """Where one replica's memory went, whichever answers. Raises ``ApiError``."""
@@ -224,6 +245,10 @@ class EngineClient:
             inbox.put(chunk)
         else:  # the client has left, and the replica has not heard of it yet, or never will
             self._channels.leave(replica, number)
+
+    def _failed(self, number: int) -> None:
+        if (inbox := self._inboxes.get(number)) is not None:
+            inbox.hurry()
 
     @property
     def _placed(self) -> MutableMapping[int, str]:
@@ -334,23 +359,35 @@ class _Inbox:
     """What came for one call, from its channel or Serve's stream, and was not taken yet. Chunks that wait are merged:
     a reader that is late gets one large chunk."""
 
-    __slots__ = ("_chunk", "_end", "_ended", "_event")
+    __slots__ = ("_begun", "_chunk", "_end", "_ended", "_event")
 
     def __init__(self) -> None:
         self._chunk: Chunk | None = None
         self._end: Refusal | _Leave | BaseException | None = None
         self._ended = False
         self._event = asyncio.Event()
+        self._begun = asyncio.Event()
 
     def put(self, chunk: Chunk) -> None:
         self._chunk = chunk if self._chunk is None else merged(self._chunk, chunk)
         self._event.set()
+        self._begun.set()
 
     def end(self, why: Refusal | _Leave | BaseException | None) -> None:
         """The call is over."""
         if not self._ended:
             self._ended, self._end = True, why
             self._event.set()
+            self._begun.set()
+
+    def hurry(self) -> None:
+        """What there is to say of the call, Serve's call will."""
+        self._begun.set()
+
+    async def begun(self, seconds: float) -> None:
+        """Wait until something has come, or so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._begun.wait(), seconds)
 
     async def take(self) -> Chunk | Refusal | _Leave | BaseException | None:
         """The next chunk, or why there is none. None: the call ended, and its last chunk never came."""

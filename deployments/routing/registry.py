@@ -29,6 +29,13 @@ class Routing(Protocol):
     def wants(self) -> Collection[str]:
         """Replicas that should be asked for all prefixes that they hold; each is named once."""
 
+    def place(self, call: GenerateCall, session: str) -> bool:
+        """Send a request ahead of Serve's call, of its ``ClaimCheck``. From the event loop of the requests. False: it
+        has to be called itself. Raises ``BackPressureError``."""
+
+    def withdraw(self, call: GenerateCall) -> None:
+        """The call of a request that was placed does not come, or has."""
+
     @property
     def replica_metadata(self) -> Mapping[str, Mapping[str, Any]]:
         """What each running replica, by unique id, said of itself when it started."""

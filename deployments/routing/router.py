@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
@@ -68,6 +68,10 @@ class EngineRouter(RequestRouter):
         self._transport = Transport()
         self.replica_metadata: dict[str, dict[str, Any]] = {}
         self.placed: dict[int, str] = {}  # by call number
+        self._ahead: dict[str, RunningReplica] = {}  # where requests are whose call is still to come, by key
+        self._unsent: Counter[str] = Counter()  # how many of those each replica has
+        # Keys of those whose call has come, by replica and Serve's id, which calls of one fan-out share.
+        self._keys: defaultdict[tuple[str, str], deque[str]] = defaultdict(deque)
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -97,11 +101,11 @@ class EngineRouter(RequestRouter):
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         if pending_request.args and isinstance(pending_request.args[0], ClaimCheck):
-            raise Misplaced
+            return self._claimed(pending_request, pending_request.args[0])
         call = _call(pending_request)
         if call is not None:
             self._core.fleet.ingress = call.ingress
-        request = _request(call, pending_request)
+        request = _request(call, pending_request.metadata.session_id)
         attempt, came = 0, time.monotonic()
         while True:
             # Choosing and reserving are one step, with no await between: of two calls the second sees the first.
@@ -124,10 +128,61 @@ class EngineRouter(RequestRouter):
             if attempt % 4 == 0:  # counts may be stale where other ingresses fill the same replicas
                 await self._probe_queue_lens(list(self._replicas.values()), 0)
 
+    def place(self, call: GenerateCall, session: str) -> bool:
+        """Choose at once, without Serve, and send the request by a channel; its ``ClaimCheck`` is then to be called.
+
+        False where that cannot be: the router has a loop of its own, no replica has room, or the one that is chosen has
+        no channel. Serve has to be asked then. Raises ``Late``.
+        """
+        if self._loop is not asyncio.get_running_loop():
+            return False
+        self._core.fleet.ingress = call.ingress
+        self._read_news()
+        question = self._core.look_up(_request(call, session))
+        if (choice := self._choose(call, question)) is None:
+            return False
+        if not (call.avoid or call.generated):
+            self._refuse_late(choice.wait_s)
+        replica, expected = self._by_id[choice.replica], choice.cached_tokens
+        if not self._carried(msgspec.structs.replace(call, expected_cached=expected), choice.replica):
+            return False
+        self._core.reserve(question, choice, call.key, call.number)
+        self.placed[call.number] = choice.replica
+        self._ahead[call.key] = replica
+        self._unsent[choice.replica] += 1
+        return True
+
+    def withdraw(self, call: GenerateCall) -> None:
+        """No call comes for a request that was placed; nothing is known of one that came."""
+        if (replica := self._arrived(call.key)) is not None:
+            self._core.release(replica.replica_id.unique_id, call.key)
+            self._wake_next()
+
+    def _claimed(self, request: PendingRequest, check: ClaimCheck) -> RunningReplica:
+        """Where Serve's call has to go. Raises ``Misplaced`` if it has been there."""
+        if (replica := self._arrived(check.key)) is None:
+            raise Misplaced
+        name = replica.replica_id.unique_id
+        self._keys[name, request.metadata.internal_request_id].append(check.key)
+        self._transport.choose(request, name)
+        return replica
+
+    def _arrived(self, key: str) -> RunningReplica | None:
+        """Where a request is that waits for its call, and no longer does."""
+        if (replica := self._ahead.pop(key, None)) is not None:
+            name = replica.replica_id.unique_id
+            self._unsent[name] -= 1
+            if not self._unsent[name]:
+                del self._unsent[name]
+        return replica
+
+    def _carried(self, call: GenerateCall, replica: str) -> bool:
+        carrier = registry.CARRIERS.get((self._deployment_id.app_name, self._deployment_id.name))
+        return carrier is not None and carrier.carry(replica, call)
+
     def _sent(self, call: GenerateCall, replica: str) -> GenerateCall | ClaimCheck:
         """What Serve's call has to take to the replica: where there is a channel the request goes ahead by that."""
-        carrier = registry.CARRIERS.get((self._deployment_id.app_name, self._deployment_id.name))
-        return ClaimCheck(call.key) if carrier is not None and carrier.carry(replica, call) else call
+        return ClaimCheck(call.key) if self._carried(call, replica) else call
 
     def _refuse_late(self, wait_s: float) -> None:
         """Raises ``Late`` for a call that will have waited for so many seconds."""
@@ -155,7 +210,8 @@ class EngineRouter(RequestRouter):
 
     def _has_room(self, replica: RunningReplica) -> bool:
         known = self._replica_queue_len_cache.get(replica.replica_id)
-        return known is None or known < replica.max_ongoing_requests
+        unsent = self._unsent[replica.replica_id.unique_id]
+        return known is None or known + unsent < replica.max_ongoing_requests
 
     async def _wait_for_room(self) -> None:
         """Wait for a completion, first come first served, or a little while."""
@@ -205,7 +261,12 @@ class EngineRouter(RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Serve calls this once for each call that was sent, however it ended."""
-        self._core.release(replica_id.unique_id, internal_request_id)
+        name, key = replica_id.unique_id, internal_request_id
+        if (keys := self._keys.get((name, key))) is not None:
+            if len(keys) == 1:
+                del self._keys[name, key]
+            key = keys.popleft()
+        self._core.release(name, key)
         self._wake_next()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -239,7 +300,7 @@ class EngineRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """The abstract method of the base class, which only ``handle.choose_replica(_reserve=False)`` still reaches."""
         call = _call(pending_request)
-        question = self._core.look_up(_request(call, pending_request))
+        question = self._core.look_up(_request(call, pending_request.metadata.session_id if pending_request else ""))
         rest = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         others = set(self._by_id.keys() - rest.keys())
         ranks = []
@@ -254,8 +315,7 @@ def _call(pending_request: PendingRequest | None) -> GenerateCall | None:
     return call if isinstance(call, GenerateCall) else None
 
 
-def _request(call: GenerateCall | None, pending_request: PendingRequest | None) -> RouteRequest:
-    session = pending_request.metadata.session_id if pending_request else ""
+def _request(call: GenerateCall | None, session: str) -> RouteRequest:
     if call is None:
         return RouteRequest(np.empty(0, np.int32), session=session)
     return RouteRequest(call.prompt, call.cache_salt, session)

@@ -66,7 +66,8 @@ class Ends:
         self.prefixes: list[PrefixEvents] = []
         self.got: dict[int, list[Chunk]] = defaultdict(list)
         self.lost: list[str] = []
-        self.client = ChannelClient("me", self.deliver, self.observe, self.lost.append)
+        self.failed: list[int] = []
+        self.client = ChannelClient("me", self.deliver, self.observe, self.lost.append, self.failed.append)
 
     def deliver(self, replica: str, number: int, chunk: Chunk) -> None:
         assert replica == "r"
@@ -101,6 +102,17 @@ async def ends() -> AsyncIterator[Ends]:
     await ends.server.stop()
     await until(lambda: not ends.client.connected)
     ends.client.connect({})
+
+
+async def test_a_failure_is_announced(ends: Ends) -> None:
+    lane = await ends.connect()
+    lane.failed(3)
+    lane.failed(5)
+    await until(lambda: len(ends.failed) == 2)
+    assert ends.failed == [3, 5]
+    Sequence(lane, 4).make(chunk("a", 1))
+    await until(lambda: ends.got[4])
+    assert ends.failed == [3, 5]
 
 
 async def test_chunks_of_one_turn_travel_together(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

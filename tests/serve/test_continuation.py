@@ -50,6 +50,9 @@ class Router:
     def wants(self) -> list[str]:
         return []
 
+    def place(self, *asked: Any) -> bool:
+        return False
+
 
 class Handle:
     """The n-th call gets the n-th script, at replica "r<n>"."""

@@ -62,6 +62,7 @@ async def router() -> AsyncIterator[EngineRouter]:
     router = EngineRouter(DEPLOYMENT, DeploymentHandleSource.REPLICA, use_replica_queue_len_cache=True)
     router.initialize_state(policy="least_work")
     router.update_replicas([replica("a"), replica("b")])
+    registry.CARRIERS.clear()
     yield router
     await asyncio.sleep(0.01)  # its own probes
 
@@ -78,7 +79,7 @@ def test_base_class_still_has_what_we_override_and_use() -> None:
 
 
 @pytest.mark.parametrize("by_reference", [True, False])
-def test_serve_still_looks_at_the_request_for_the_way_of_its_call(by_reference: bool) -> None:
+async def test_serve_still_looks_at_the_request_for_the_way_of_its_call(by_reference: bool) -> None:
     wrappers: Any = SimpleNamespace(_actor_replica_wrapper=True, _grpc_replica_wrapper=False)
     request = pending()
     assert {"_by_reference", "_on_separate_loop"} <= vars(request.metadata).keys()
@@ -346,6 +347,53 @@ async def test_a_replica_that_grpc_did_not_reach_gets_actor_calls_for_a_while(ro
     assert await reached() == {"a": True, "b": True}
     router.update_replicas([replica("b")])
     assert not router._transport._pauses
+
+
+async def test_a_request_is_placed_without_serve_and_its_call_follows(router: EngineRouter) -> None:
+    carrier = Carrier("a", "b")
+    calls = [call(number) for number in range(3)]
+    assert all(router.place(one, "") for one in calls)
+    assert [sent.number for _, sent in carrier.carried] == [0, 1, 2]
+    assert router._core.fleet.reserved == 3
+    for one in calls[:2]:  # of one fan-out: they have one id
+        assert await choose(router, pending(ClaimCheck(one.key), "r")) == router.placed[one.number]
+    with pytest.raises(Misplaced):  # Serve wants another replica for it
+        await choose(router, pending(ClaimCheck(calls[0].key), "r"))
+    with pytest.raises(Misplaced):
+        await choose(router, pending(ClaimCheck("unknown"), "r"))
+    assert len(carrier.carried) == 3
+    router.withdraw(calls[2])  # its client has left
+    assert router._core.fleet.reserved == 2
+    for one in calls[:2]:
+        router.on_request_completed(ReplicaID(router.placed[one.number], DEPLOYMENT), "r")
+        router.withdraw(one)  # which has come
+    assert router._core.fleet.reserved == 0
+    assert not router._ahead
+    assert not router._unsent
+    assert not router._keys
+
+
+async def test_a_request_is_left_to_serve_where_it_cannot_be_placed(router: EngineRouter) -> None:
+    assert not router.place(call(0), ""), "there is no channel at all"
+    carrier = Carrier("a")
+    router.update_replicas([replica("b")])
+    assert not router.place(call(1), ""), "there is none to this replica"
+    router.update_replicas([replica("a", limit=2)])
+    router._replica_queue_len_cache.update(ReplicaID("a", DEPLOYMENT), 0)
+    assert [router.place(call(number), "") for number in (2, 3, 4)] == [True, True, False], "it has two places"
+    router.withdraw(call(2))
+    assert router.place(call(5), "")
+    assert len(carrier.carried) == 3
+    assert not await asyncio.to_thread(lambda: asyncio.run(_placed(router))), "the router has a loop of its own"
+    router.initialize_state(policy="least_work", max_wait_s=1e-9)
+    router.update_replicas([replica("a", number=9, active=500, backlog_tokens=10**9)])
+    with pytest.raises(BackPressureError):
+        router.place(call(6), "")
+    assert len(carrier.carried) == 3
+
+
+async def _placed(router: EngineRouter) -> bool:
+    return router.place(call(9), "")
 
 
 async def test_a_wait_that_ends_as_it_is_woken_is_no_error(
