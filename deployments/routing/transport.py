@@ -1,6 +1,6 @@
 """Transport: which of Serve's two ways a call takes to its replica, gRPC or an actor call of Ray's.
 
-Over gRPC a request costs a quarter less CPU. But of a replica that it does not reach it says no more than that; an
+Over gRPC a request costs a fifth less CPU. But of a replica that it does not reach it says no more than that; an
 actor call finds out whether it has ended, upon which Serve takes it off the router's list. A message has a limit, and a
 prompt may be over that. And a call belongs to an event loop: where a router has one of its own, Serve cancels its calls
 from another thread. So gRPC is for a call that has a number alone, made on its caller's loop, and not for a replica
