@@ -27,7 +27,7 @@ from nanoengine.runner.model_runner import ModelRunner, StepLimits
 from nanoengine.runner.piecewise_graphs import token_counts
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.sampling.sampler import Sampler
-from nanoengine.scheduling.step import Admission, Step
+from nanoengine.scheduling.step import Admission, IntArray, Step
 from nanoengine.weights.sources import ModelFiles
 
 log = logging.getLogger("nanoengine")
@@ -91,7 +91,10 @@ def load_runner(
         if graphs:
             runner.capture(parts.graph_sizes, parts.graph_tokens)
     if device.type == "cuda":
-        parts.largest_step(runner)  # takes the workspace, and compiles what is still to compile
+        # They take the workspace, and compile what is still to compile: flash-attn-4 takes seconds for its first long
+        # row, in which all streams would wait.
+        parts.largest_step(runner)
+        parts.longest_row(runner)
     info = EngineInfo(
         model=config.model,
         max_model_len=model_len(config, model_config.max_position, num_blocks),
@@ -179,6 +182,17 @@ class _Parts:
         rows, tokens = self.limits.rows, self.limits.tokens
         counts = np.full(rows, tokens // rows, np.int32)
         counts[: tokens % rows] += 1
+        self._prefill(runner, counts)
+
+    def longest_row(self, runner: ModelRunner) -> None:
+        """Run a step of one prompt, as long as a step or a sequence can be."""
+        limits = self.limits
+        most = min(limits.tokens, limits.blocks * self.config.block_size, self.model_config.max_position)
+        self._prefill(runner, np.array([most], np.int32))
+
+    def _prefill(self, runner: ModelRunner, counts: IntArray) -> None:
+        """Run a step of prompts of these lengths, in blocks that are nobody's yet."""
+        rows, tokens = len(counts), int(counts.sum())
         costly = SamplingParams(presence_penalty=1.0, top_k=1000, top_p=0.9, min_p=0.01, logprobs=20)
         none = np.empty(0, np.int32)
         step = Step(
@@ -190,7 +204,7 @@ class _Parts:
             counts=counts,
             samples=np.ones(rows, np.bool_),
             tokens=np.zeros(tokens, np.int32),
-            block_table=np.zeros((rows, -(-int(counts[0]) // self.config.block_size)), np.int32),
+            block_table=np.zeros((rows, -(-int(counts.max()) // self.config.block_size)), np.int32),
             admissions=tuple(Admission(slot, 0, costly, none, none) for slot in range(min(rows, 64))),
             constrained=none,
         )
