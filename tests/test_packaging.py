@@ -57,7 +57,16 @@ def test_extras_are_what_the_makefile_installs() -> None:
 
 def test_imports_are_declared() -> None:
     """Every third-party module that the packages import is a dependency, not a guest of another package."""
-    service = {"ray", "fastapi", "starlette", "httpx", "pydantic", "msgspec", "yaml"}  # starlette: fastapi's interface
+    service = {
+        "ray",
+        "grpc",
+        "fastapi",
+        "starlette",
+        "httpx",
+        "pydantic",
+        "msgspec",
+        "yaml",
+    }  # starlette: fastapi's interface
     models = {"torch", "transformers", "tokenizers", "safetensors", "gguf", "huggingface_hub", "jinja2", "numpy"}
     engine = models | {"llguidance"}
     gpu = {"triton", "flash_attn"}

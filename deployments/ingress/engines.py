@@ -40,7 +40,8 @@ logger = logging.getLogger("ray.serve")
 
 LAST_CHUNK_S = 2.0
 MAX_LOSSES = 3  # replicas that a request may lose before it is given up
-LOST = (RayActorError, ReplicaUnavailableError, TaskCancelledError, grpc.RpcError)  # what a call to it raises
+# What a call to it raises; the last where Serve has closed its channel meanwhile, as it has taken the replica off.
+LOST = (RayActorError, ReplicaUnavailableError, TaskCancelledError, grpc.RpcError, grpc.aio.UsageError)
 FULL_WAIT_S = 0.25  # between two tries to go on where all others are full
 CALL_AFTER_S = 0.25
 """Most that Serve's call waits behind a request that has gone ahead of it, for the first token. The call costs ingress

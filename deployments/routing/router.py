@@ -68,7 +68,7 @@ class EngineRouter(RequestRouter):
         self._transport = Transport()
         self.replica_metadata: dict[str, dict[str, Any]] = {}
         self.placed: dict[int, str] = {}  # by call number
-        self._ahead: dict[str, RunningReplica] = {}  # where requests are whose call is still to come, by key
+        self._ahead: dict[str, str] = {}  # where requests are whose call is still to come, by key
         self._unsent: Counter[str] = Counter()  # how many of those each replica has
         # Keys of those whose call has come, by replica and Serve's id, which calls of one fan-out share.
         self._keys: defaultdict[tuple[str, str], deque[str]] = defaultdict(deque)
@@ -143,37 +143,36 @@ class EngineRouter(RequestRouter):
             return False
         if not (call.avoid or call.generated):
             self._refuse_late(choice.wait_s)
-        replica, expected = self._by_id[choice.replica], choice.cached_tokens
-        if not self._carried(msgspec.structs.replace(call, expected_cached=expected), choice.replica):
+        if not self._carried(msgspec.structs.replace(call, expected_cached=choice.cached_tokens), choice.replica):
             return False
         self._core.reserve(question, choice, call.key, call.number)
         self.placed[call.number] = choice.replica
-        self._ahead[call.key] = replica
+        self._ahead[call.key] = choice.replica
         self._unsent[choice.replica] += 1
         return True
 
     def withdraw(self, call: GenerateCall) -> None:
         """No call comes for a request that was placed; nothing is known of one that came."""
         if (replica := self._arrived(call.key)) is not None:
-            self._core.release(replica.replica_id.unique_id, call.key)
+            self._core.release(replica, call.key)
             self._wake_next()
 
     def _claimed(self, request: PendingRequest, check: ClaimCheck) -> RunningReplica:
-        """Where Serve's call has to go. Raises ``Misplaced`` if it has been there."""
-        if (replica := self._arrived(check.key)) is None:
+        """Where Serve's call has to go. Raises ``Misplaced`` if it has been there, or that replica is gone by now."""
+        if (name := self._arrived(check.key)) is None:
             raise Misplaced
-        name = replica.replica_id.unique_id
+        if (replica := self._by_id.get(name)) is None:
+            raise Misplaced
         self._keys[name, request.metadata.internal_request_id].append(check.key)
         self._transport.choose(request, name)
         return replica
 
-    def _arrived(self, key: str) -> RunningReplica | None:
+    def _arrived(self, key: str) -> str | None:
         """Where a request is that waits for its call, and no longer does."""
         if (replica := self._ahead.pop(key, None)) is not None:
-            name = replica.replica_id.unique_id
-            self._unsent[name] -= 1
-            if not self._unsent[name]:
-                del self._unsent[name]
+            self._unsent[replica] -= 1
+            if not self._unsent[replica]:
+                del self._unsent[replica]
         return replica
 
     def _carried(self, call: GenerateCall, replica: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from grpc import StatusCode
-from grpc.aio import AioRpcError, Metadata
+from grpc.aio import AioRpcError, Metadata, UsageError
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.serve.exceptions import BackPressureError
 
@@ -138,9 +138,10 @@ def lost(kind: Any = "dead", replica: str = "r0") -> Refusal:
 
 UNREACHED = ActorUnavailableError("Actor is unavailable.", b"x" * 16)  # what Serve makes of gRPC's UNAVAILABLE
 RESET = AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), "RST_STREAM")
+CLOSED = UsageError("Channel is closed.")
 
 
-@pytest.mark.parametrize("end", [lost(), lost("cut"), RayActorError(), UNREACHED, RESET, None])
+@pytest.mark.parametrize("end", [lost(), lost("cut"), RayActorError(), UNREACHED, RESET, CLOSED, None])
 @pytest.mark.parametrize("cut", range(LENGTH))
 async def test_a_lost_sequence_goes_on_with_the_same_tokens(
     router: Router, end: End, cut: int, monkeypatch: pytest.MonkeyPatch

@@ -364,6 +364,13 @@ async def test_a_request_is_placed_without_serve_and_its_call_follows(router: En
     assert len(carrier.carried) == 3
     router.withdraw(calls[2])  # its client has left
     assert router._core.fleet.reserved == 2
+    gone = call(7)
+    assert router.place(gone, "")
+    rest = [one for one in (replica("a"), replica("b")) if one.replica_id.unique_id != router.placed[7]]
+    router.update_replicas(rest)
+    with pytest.raises(Misplaced):
+        await choose(router, pending(ClaimCheck(gone.key), "r7"))
+    router.update_replicas([replica("a"), replica("b")])
     for one in calls[:2]:
         router.on_request_completed(ReplicaID(router.placed[one.number], DEPLOYMENT), "r")
         router.withdraw(one)  # which has come
