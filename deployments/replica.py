@@ -129,7 +129,14 @@ class EngineReplica:
             yield encode(Refusal("cut", str(error), self._replica))
 
     def _begin(self, call: GenerateCall, lane: Lane) -> None:
-        self._claims.begin(call.key, self._send(call, lane))
+        async def work() -> None:
+            try:
+                await self._send(call, lane)
+            except Exception:
+                lane.failed(call.number)  # what it was, Serve's call will tell, which need not wait any more
+                raise
+
+        self._claims.begin(call.key, work())
 
     @contextmanager
     def _counted(self, call: GenerateCall) -> Iterator[None]:
@@ -149,7 +156,7 @@ class EngineReplica:
 
     async def _send(self, call: GenerateCall, lane: Lane) -> None:
         """See a sequence to its end, whose chunks go through a channel. Raises what that end was."""
-        with self._told_of_failure(call, lane), self._counted(call):
+        with self._counted(call):
             stream = self._engine.open(
                 call.prompt,
                 self._params(call),
@@ -166,16 +173,6 @@ class EngineReplica:
             finally:
                 lane.remove(call.number)
                 stream.close()
-
-    @staticmethod
-    @contextmanager
-    def _told_of_failure(call: GenerateCall, lane: Lane) -> Iterator[None]:
-        """What goes wrong is told by Serve's call, which need not wait any more then."""
-        try:
-            yield
-        except Exception:
-            lane.failed(call.number)
-            raise
 
     async def _stream(self, call: GenerateCall) -> AsyncGenerator[bytes]:
         with self._counted(call):

@@ -165,12 +165,12 @@ class EngineClient:
 
     async def _call(self, handle: DeploymentHandle, call: GenerateCall, session: str, inbox: _Inbox) -> None:
         """See one call to its end. The request goes ahead where it can, and Serve's call waits for its first token."""
-        router, placed = registry.ROUTERS.get(self._key), False
+        router, replica = registry.ROUTERS.get(self._key), None
         try:
-            placed = router is not None and router.place(call, session)
-            if placed:
+            replica = router.place(call, session) if router is not None else None
+            if replica is not None:
                 await inbox.begun(CALL_AFTER_S)
-            stream = handle.remote(ClaimCheck(call.key) if placed else call)
+            stream = handle.remote(call if replica is None else ClaimCheck(call.key))
             try:
                 await _watch(stream, inbox)
             except asyncio.CancelledError:
@@ -180,8 +180,8 @@ class EngineClient:
         except Exception as error:
             inbox.end(error)
         finally:
-            if placed and router is not None:
-                router.withdraw(call)
+            if router is not None and replica is not None:
+                router.ended(call, replica)
 
     async def memory(self) -> dict[str, Any]:
         """Where one replica's memory went, whichever answers. Raises ``ApiError``."""

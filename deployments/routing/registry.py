@@ -29,12 +29,12 @@ class Routing(Protocol):
     def wants(self) -> Collection[str]:
         """Replicas that should be asked for all prefixes that they hold; each is named once."""
 
-    def place(self, call: GenerateCall, session: str) -> bool:
-        """Send a request ahead of Serve's call, of its ``ClaimCheck``. From the event loop of the requests. False: it
-        has to be called itself. Raises ``BackPressureError``."""
+    def place(self, call: GenerateCall, session: str) -> str | None:
+        """Send a request ahead of Serve's call, which then takes its ``ClaimCheck``, to the replica that is returned.
+        None: it has to be called itself. On the event loop of the requests. Raises ``BackPressureError``."""
 
-    def withdraw(self, call: GenerateCall) -> None:
-        """The call of a request that was placed does not come, or has."""
+    def ended(self, call: GenerateCall, replica: str) -> None:
+        """Nothing more comes of a request that was placed there. On the same loop."""
 
     @property
     def replica_metadata(self) -> Mapping[str, Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
@@ -70,8 +70,6 @@ class EngineRouter(RequestRouter):
         self.placed: dict[int, str] = {}  # by call number
         self._ahead: dict[str, str] = {}  # where requests are whose call is still to come, by key
         self._unsent: Counter[str] = Counter()  # how many of those each replica has
-        # Keys of those whose call has come, by replica and Serve's id, which calls of one fan-out share.
-        self._keys: defaultdict[tuple[str, str], deque[str]] = defaultdict(deque)
         registry.ROUTERS[self._deployment_id.app_name, self._deployment_id.name] = self
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -103,17 +101,11 @@ class EngineRouter(RequestRouter):
         if pending_request.args and isinstance(pending_request.args[0], ClaimCheck):
             return self._claimed(pending_request, pending_request.args[0])
         call = _call(pending_request)
-        if call is not None:
-            self._core.fleet.ingress = call.ingress
         request = _request(call, pending_request.metadata.session_id)
         attempt, came = 0, time.monotonic()
         while True:
             # Choosing and reserving are one step, with no await between: of two calls the second sees the first.
-            self._read_news()
-            question = self._core.look_up(request)
-            choice = self._choose(call, question)
-            if call is not None and not (call.avoid or call.generated):  # what was taken once is not refused
-                self._refuse_late(time.monotonic() - came + (choice.wait_s if choice else 0.0))
+            question, choice = self._decide(call, request, came)
             if choice is not None:
                 request_id = pending_request.metadata.internal_request_id
                 self._core.reserve(question, choice, request_id, call.number if call else 0)
@@ -128,52 +120,59 @@ class EngineRouter(RequestRouter):
             if attempt % 4 == 0:  # counts may be stale where other ingresses fill the same replicas
                 await self._probe_queue_lens(list(self._replicas.values()), 0)
 
-    def place(self, call: GenerateCall, session: str) -> bool:
-        """Choose at once, without Serve, and send the request by a channel; its ``ClaimCheck`` is then to be called.
+    def place(self, call: GenerateCall, session: str) -> str | None:
+        """Choose at once, without Serve, and send the request by a channel. Returns the replica: the ``ClaimCheck`` is
+        then to be called, and ``ended`` when that has come to its end, or does not come.
 
-        False where that cannot be: the router has a loop of its own, no replica has room, or the one that is chosen has
+        None where that cannot be: the router has a loop of its own, no replica has room, or the one that is chosen has
         no channel. Serve has to be asked then. Raises ``Late``.
         """
         if self._loop is not asyncio.get_running_loop():
-            return False
-        self._core.fleet.ingress = call.ingress
-        self._read_news()
-        question = self._core.look_up(_request(call, session))
-        if (choice := self._choose(call, question)) is None:
-            return False
-        if not (call.avoid or call.generated):
-            self._refuse_late(choice.wait_s)
-        if not self._carried(msgspec.structs.replace(call, expected_cached=choice.cached_tokens), choice.replica):
-            return False
+            return None
+        question, choice = self._decide(call, _request(call, session), time.monotonic())
+        if choice is None:
+            return None
+        replica, expected = choice.replica, choice.cached_tokens
+        if not self._carried(msgspec.structs.replace(call, expected_cached=expected), replica):
+            return None
         self._core.reserve(question, choice, call.key, call.number)
-        self.placed[call.number] = choice.replica
-        self._ahead[call.key] = choice.replica
-        self._unsent[choice.replica] += 1
-        return True
+        self.placed[call.number] = self._ahead[call.key] = replica
+        self._unsent[replica] += 1
+        return replica
 
-    def withdraw(self, call: GenerateCall) -> None:
-        """No call comes for a request that was placed; nothing is known of one that came."""
-        if (replica := self._arrived(call.key)) is not None:
-            self._core.release(replica, call.key)
-            self._wake_next()
+    def ended(self, call: GenerateCall, replica: str) -> None:
+        """Nothing more comes of a request that was placed there."""
+        self._arrived(call.key)
+        self._core.release(replica, call.key)
+        self._wake_next()
 
     def _claimed(self, request: PendingRequest, check: ClaimCheck) -> RunningReplica:
         """Where Serve's call has to go. Raises ``Misplaced`` if it has been there, or that replica is gone by now."""
-        if (name := self._arrived(check.key)) is None:
+        name = self._arrived(check.key)
+        if name is None or (replica := self._by_id.get(name)) is None:
             raise Misplaced
-        if (replica := self._by_id.get(name)) is None:
-            raise Misplaced
-        self._keys[name, request.metadata.internal_request_id].append(check.key)
         self._transport.choose(request, name)
         return replica
 
     def _arrived(self, key: str) -> str | None:
-        """Where a request is that waits for its call, and no longer does."""
+        """Where a request is that has waited for its call till now, if one has."""
         if (replica := self._ahead.pop(key, None)) is not None:
             self._unsent[replica] -= 1
             if not self._unsent[replica]:
                 del self._unsent[replica]
         return replica
+
+    def _decide(self, call: GenerateCall | None, request: RouteRequest, came: float) -> tuple[Question, Choice | None]:
+        """Choose by what is known now; None where all are full. Raises ``Late`` if one that ``came`` then would have to
+        wait for too long."""
+        if call is not None:
+            self._core.fleet.ingress = call.ingress
+        self._read_news()
+        question = self._core.look_up(request)
+        choice = self._choose(call, question)
+        if call is not None and not (call.avoid or call.generated):  # what was taken once is not refused
+            self._refuse_late(time.monotonic() - came + (choice.wait_s if choice else 0.0))
+        return question, choice
 
     def _carried(self, call: GenerateCall, replica: str) -> bool:
         carrier = registry.CARRIERS.get((self._deployment_id.app_name, self._deployment_id.name))
@@ -260,12 +259,7 @@ class EngineRouter(RequestRouter):
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Serve calls this once for each call that was sent, however it ended."""
-        name, key = replica_id.unique_id, internal_request_id
-        if (keys := self._keys.get((name, key))) is not None:
-            if len(keys) == 1:
-                del self._keys[name, key]
-            key = keys.popleft()
-        self._core.release(name, key)
+        self._core.release(replica_id.unique_id, internal_request_id)
         self._wake_next()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -50,8 +50,7 @@ class Router:
     def wants(self) -> list[str]:
         return []
 
-    def place(self, *asked: Any) -> bool:
-        return False
+    def place(self, *asked: Any) -> None: ...
 
 
 class Handle:

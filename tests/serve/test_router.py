@@ -362,7 +362,7 @@ async def test_a_request_is_placed_without_serve_and_its_call_follows(router: En
     with pytest.raises(Misplaced):
         await choose(router, pending(ClaimCheck("unknown"), "r"))
     assert len(carrier.carried) == 3
-    router.withdraw(calls[2])  # its client has left
+    router.ended(calls[2], router.placed[2])  # its client has left
     assert router._core.fleet.reserved == 2
     gone = call(7)
     assert router.place(gone, "")
@@ -370,14 +370,14 @@ async def test_a_request_is_placed_without_serve_and_its_call_follows(router: En
     router.update_replicas(rest)
     with pytest.raises(Misplaced):
         await choose(router, pending(ClaimCheck(gone.key), "r7"))
+    router.ended(gone, router.placed[7])
     router.update_replicas([replica("a"), replica("b")])
     for one in calls[:2]:
         router.on_request_completed(ReplicaID(router.placed[one.number], DEPLOYMENT), "r")
-        router.withdraw(one)  # which has come
+        router.ended(one, router.placed[one.number])
     assert router._core.fleet.reserved == 0
     assert not router._ahead
     assert not router._unsent
-    assert not router._keys
 
 
 async def test_a_request_is_left_to_serve_where_it_cannot_be_placed(router: EngineRouter) -> None:
@@ -387,8 +387,8 @@ async def test_a_request_is_left_to_serve_where_it_cannot_be_placed(router: Engi
     assert not router.place(call(1), ""), "there is none to this replica"
     router.update_replicas([replica("a", limit=2)])
     router._replica_queue_len_cache.update(ReplicaID("a", DEPLOYMENT), 0)
-    assert [router.place(call(number), "") for number in (2, 3, 4)] == [True, True, False], "it has two places"
-    router.withdraw(call(2))
+    assert [router.place(call(number), "") for number in (2, 3, 4)] == ["a", "a", None], "it has two places"
+    router.ended(call(2), "a")
     assert router.place(call(5), "")
     assert len(carrier.carried) == 3
     assert not await asyncio.to_thread(lambda: asyncio.run(_placed(router))), "the router has a loop of its own"
@@ -399,7 +399,7 @@ async def test_a_request_is_left_to_serve_where_it_cannot_be_placed(router: Engi
     assert len(carrier.carried) == 3
 
 
-async def _placed(router: EngineRouter) -> bool:
+async def _placed(router: EngineRouter) -> str | None:
     return router.place(call(9), "")
 
 
