@@ -36,15 +36,21 @@ class UnreliableRouter(EngineRouter):
         self._rng = random.Random(0)
         self._gaps: dict[str, int] = {}
         self._seen: list[str] = []
+        self._nowhere: set[str] = set()  # replicas whose calls over gRPC do not reach them
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         replica = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        replica._grpc_replica_wrapper = None  # Serve makes a new one
+        name = replica.replica_id.unique_id
         if json.loads(self._faults.read_text()).get("unreached"):
-            nowhere = ASGIServiceStub(init_grpc_channel("127.0.0.1:1", asynchronous=True))
-            replica._grpc_replica_wrapper = gRPCReplicaWrapper(nowhere, replica.actor_id)
+            if name not in self._nowhere:
+                nowhere = ASGIServiceStub(init_grpc_channel("127.0.0.1:1", asynchronous=True))
+                replica._grpc_replica_wrapper = gRPCReplicaWrapper(nowhere, replica.actor_id)
+                self._nowhere.add(name)
+        elif name in self._nowhere:
+            replica._grpc_replica_wrapper = None  # Serve makes a new one
+            self._nowhere.discard(name)
         return replica
 
     def observe(self, replica: str, load: LoadReport | None, prefixes: Sequence[PrefixEvents]) -> None:
