@@ -31,7 +31,7 @@ from nanoengine.structured.compiler import Compiler
 from nanoengine.structured.constraints import Constraints
 from nanoengine.structured.gate import Gate
 from nanoengine.structured.grammar import Grammar
-from nanoengine.structured.matcher import GrammarError, Tokens
+from nanoengine.structured.matcher import GrammarError, Tokens, matcher, source
 from nanoengine.structured.trial import Trial
 from nanoengine.text.tokenizer import Tokenizer
 from tests.engine.structured_cases import PADDING, random_schema, rooted, write_tiny_llm
@@ -536,6 +536,27 @@ def test_a_trial_that_was_ended_by_another_is_begun_again(byte_level: Compiler) 
     assert trial(DATE)
     with pytest.raises(GrammarError, match="unclosed"):
         trial(Grammar("regex", "(["))
+
+
+def test_a_text_that_is_forced_again_and_again_is_tokenised_once() -> None:
+    tokenizer = trained("byte_level")
+    asked = []
+
+    def encode(text: str) -> list[int]:
+        asked.append(text)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    tokens = Tokens(
+        [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)], [], tokenizer.eos_token_ids, encode
+    )
+    first = matcher(source(Grammar("regex", "(yes)?hello there")), tokens)
+    assert first.consume_tokens([tokens(letter)[0] for letter in "yes"])
+    found = [first.deep_copy().compute_bitmask() for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+    assert len([text for text in asked if text.endswith("hello there")]) == 1
+    long = "x" * 1000
+    assert tokens(long) == tokens(long)
+    assert asked.count(long) == 2, "long ones are not kept"
 
 
 def test_an_answer_that_cannot_go_on_is_an_error_and_not_an_answer() -> None:
