@@ -191,7 +191,9 @@ class Engine:
 
     def _advance(self, step: Step, retired: Retired) -> list[tuple[int, Refusal]]:
         """Let constraints follow what a step brought; returns the requests that have to end for it."""
-        ours = np.isin(retired.rows, step.constrained)
+        constrained = np.zeros(len(step.keys), np.bool_)
+        constrained[step.constrained] = True
+        ours = constrained[retired.rows]
         failed: dict[int, Refusal] = dict(
             self._constraints.advance(retired.keys[ours].tolist(), retired.tokens[ours].tolist())
         )

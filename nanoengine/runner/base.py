@@ -22,7 +22,8 @@ class PendingStep(Protocol):
     """A launched step."""
 
     def constrain(self, masks: IntArray) -> None:
-        """Sample the rows ``step.constrained``, whose ``masks`` (of ``nanoengine.structured.masks``) are known by now.
+        """Sample the rows ``step.constrained``, whose ``masks`` (of ``nanoengine.structured.masks``) are known by now:
+        the first rows of ``mask_memory``, which stay as they are until ``result`` has returned.
 
         If there are such rows: once, before ``result``, and before the next step is launched, as that reads their
         tokens.
@@ -38,8 +39,8 @@ class Runner(Protocol):
     num_blocks: int  # KV blocks that it holds
     depth: int  # 0, or 1 if a step may be in flight while the next one is planned, where that hides something
 
-    def mask_memory(self, rows: int, words: int) -> IntArray:
-        """Memory for masks, int32 [rows, words], from which the device takes them fastest."""
+    def mask_memory(self) -> IntArray:
+        """Where the masks of a step are to lie, in its first rows: int32 [rows of the largest step, words]."""
 
     def launch(self, step: Step) -> PendingStep:
         """Start a step; must not wait for it where the device can run on its own."""

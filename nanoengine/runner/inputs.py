@@ -66,7 +66,7 @@ class Staging:
     def fixed(self, lengths: Sequence[int]) -> list[Tensor]:
         """Where on the device arrays that are sent first, each padded to its length, always come to lie."""
         assert self._device is not None, "on a CPU nothing has a fixed place"
-        return [self._device[at : at + n] for at, n in zip(_offsets(lengths), lengths, strict=False)]
+        return [self._device[at : at + n] for at, n in zip(places(lengths), lengths, strict=False)]
 
     def send(self, arrays: Sequence[IntArray], pads: Sequence[int] = ()) -> list[Tensor]:
         """Move ``arrays`` to the device; array i of the first ``len(pads)`` takes ``pads[i]`` words or more.
@@ -77,7 +77,7 @@ class Staging:
         self._next = (self._next + 1) % len(self._hosts)
         lengths = [max(array.size, pad) for array, pad in zip(arrays, pads, strict=False)]
         lengths += [array.size for array in arrays[len(pads) :]]
-        offsets = _offsets(lengths)
+        offsets = places(lengths)
         for at, array in zip(offsets, arrays, strict=False):
             view[at : at + array.size] = array.reshape(-1)
         end = offsets[-1]
@@ -89,10 +89,10 @@ class Staging:
 
 def words(lengths: Sequence[int]) -> int:
     """Size of a ``Staging`` that takes arrays of these lengths."""
-    return _offsets(lengths)[-1]
+    return places(lengths)[-1]
 
 
-def _offsets(lengths: Sequence[int]) -> list[int]:
+def places(lengths: Sequence[int]) -> list[int]:
     """Where each array begins, and where the last one ends."""
     offsets = [0]
     for length in lengths:

@@ -19,10 +19,11 @@ from nanoengine.outputs import PromptScores, TokenLogprob
 from nanoengine.runner.base import StepResult
 from nanoengine.runner.cuda_graphs import StepGraphs, batch_sizes
 from nanoengine.runner.inputs import FlatInputs, Staging, flatten, words
+from nanoengine.runner.masked_rows import MaskedRows
 from nanoengine.runner.piecewise_graphs import PiecewiseGraphs
 from nanoengine.sampling.sampler import Logprobs, Sampler
 from nanoengine.sampling.scores import Scores, score
-from nanoengine.scheduling.step import IntArray, Scoring, Step
+from nanoengine.scheduling.step import BoolArray, IntArray, Scoring, Step
 from nanoengine.structured.masks import words as mask_words
 
 _SPECIAL_ROWS = 64  # at once: bounds the float32 copies of logits that penalties and log-probabilities work on
@@ -75,16 +76,13 @@ class ModelRunner:
         plans = [] if planner is None else [math.prod(shape) for shape in planner.shapes(limits.rows, planner.shares)]
         self._pads = (*(limits.rows,) * 4, *plans)
         self._staging = Staging(_staging_words(limits, self._pads), depth + 1, device)
-        if sampler.fused is not None:
-            self._mask_pads = (limits.rows,) * 3
-            self._mask_staging = Staging(words(self._mask_pads), depth + 1, device)
-            self._masks = torch.zeros(limits.rows, mask_words(sampler.vocab_size), dtype=torch.int32, device=device)
+        self._masked = MaskedRows(limits.rows, mask_words(sampler.vocab_size), device)
         kv_heads = cache.keys[0].shape[2]
         self._done = torch.zeros(limits.rows, kv_heads, dtype=torch.int32, device=device)  # see DecodeWork
         self._num_logprobs = np.full(limits.rows, -1, np.int32)  # likeliest tokens asked for; -1: no logprobs
 
-    def mask_memory(self, rows: int, words: int) -> IntArray:
-        return torch.empty(rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda").numpy()
+    def mask_memory(self) -> IntArray:
+        return self._masked.masks
 
     # -- launch --------------------------------------------------------------------------------------------------
 
@@ -106,12 +104,13 @@ class ModelRunner:
 
         rows = inputs.sampled_rows
         slots, positions = step.slots[rows], inputs.seq_lens[rows]  # the token sampled comes right after the context
-        sampling = _Sampling(logits, rows, slots, positions, self._mask_graphs if graph is not None else None)
-        constrained = np.searchsorted(rows, step.constrained)
         special = self._sampler.special(slots, positions)
+        constrained = np.searchsorted(rows, step.constrained)
+        graphs = self._mask_graphs if graph is not None else None
+        sampling = _Sampling(logits, rows, slots, positions, constrained, special[constrained], graphs)
         special[constrained] = False
         self._sample_specially(sampling, np.flatnonzero(special))
-        return _Launched(self, step, sampling, constrained, scores)
+        return _Launched(self, step, sampling, scores)
 
     def _eager(self, step: Step, inputs: FlatInputs) -> tuple[Tensor, list[Scores]]:
         """Any step, what it does beside the model one operation after the other. Returns the logits of the rows that
@@ -175,31 +174,29 @@ class ModelRunner:
         return Scores(*map(torch.cat, zip(*parts, strict=True)))
 
     @torch.inference_mode()
-    def constrain(self, sampling: _Sampling, at: IndexArray, masks: IntArray) -> None:
-        """Sample these rows of a step's logits again, now that their masks are known."""
-        special = self._sampler.special(sampling.slots[at], sampling.positions[at])
-        if not special.any():
-            self._sample_masked(sampling, at, masks)
-            return
-        if not special.all():
-            self._sample_masked(sampling, at[~special], masks[~special])
-        self._sample_specially(sampling, at[special], masks[special])
+    def constrain(self, sampling: _Sampling, masks: IntArray) -> None:
+        """Sample the constrained rows of a step's logits again, now that their masks are known."""
+        at, special = sampling.constrained, sampling.special
+        slots, positions, specials = sampling.slots[at], sampling.positions[at], np.count_nonzero(special)
+        if specials < len(at):
+            rows = at
+            if specials:  # their masks stay where they are, and are nobody's
+                rows, slots = np.where(special, self._limits.rows, at), np.where(special, -1, slots)
+            graphs, count = sampling.graphs, len(at)
+            size = None if graphs is None else graphs.size(count)
+            self._masked.write(rows, slots, positions, size or count)
+            if graphs is None or size is None:
+                self._sample_masked(sampling.logits, count)
+            else:
+                graphs.replay(size)
+        if specials:
+            self._sample_specially(sampling, at[special], masks[special])
 
-    def _sample_masked(self, sampling: _Sampling, at: IndexArray, masks: IntArray) -> None:
-        """Sample those rows of a step's logits again by the device's sampler."""
+    def _sample_masked(self, logits: Tensor, count: int) -> None:
+        """Sample those of ``logits`` that the first rows with masks name, by the device's sampler."""
         assert self._sampler.fused is not None
-        count, pads = len(at), (self._limits.rows, self._limits.rows, 0)
-        size = None if sampling.graphs is None else sampling.graphs.size(count)
-        arrays = (at.astype(np.int32), sampling.slots[at], sampling.positions[at])
-        padded = [_padded(array, size or count, pad) for array, pad in zip(arrays, pads, strict=True)]
-        # The host's memory is not written again before this step's result is there.
-        self._masks[:count].copy_(torch.from_numpy(masks), non_blocking=True)
-        rows, slots, positions = self._mask_staging.send(padded, self._mask_pads)
-        if size is None or sampling.graphs is None:
-            few = self._masks[:count]
-            self._sampler.fused(sampling.logits, slots, positions, self._tokens, self._last_token, rows, few)
-        else:
-            sampling.graphs.replay(size)
+        rows, slots, positions, masks = self._masked.send(count)
+        self._sampler.fused(logits, slots, positions, self._tokens, self._last_token, rows, masks)
 
     def tokens(self, count: int) -> Tensor:
         return self._tokens[:count]
@@ -249,9 +246,8 @@ class ModelRunner:
             self._pieces = pieces
         graphs.capture(pool)
         self._graphs = graphs
-        self._masked = self._mask_staging.fixed(self._mask_pads)
-        for buffer, pad in zip(self._masked, (limits.rows, limits.rows, 0), strict=True):
-            buffer.fill_(pad)
+        none = np.empty(0, np.int32)
+        self._masked.write(none, none, none, limits.rows)
         masked = StepGraphs(self._decode_masked, {False: sizes}, device)
         masked.capture(pool)
         self._mask_graphs = masked
@@ -281,11 +277,8 @@ class ModelRunner:
         return partial(self._graphs.replay, size, shared)
 
     def _decode_masked(self, rows: int, _: bool) -> None:
-        """Sample rows of the logits of a graph again, those that the first ``rows`` of the buffers name."""
-        assert self._sampler.fused is not None
-        logits = self._logits[:, : self._sampler.vocab_size]
-        at, slots, positions = (buffer[:rows] for buffer in self._masked)
-        self._sampler.fused(logits, slots, positions, self._tokens, self._last_token, at, self._masks[:rows])
+        """Sample rows of the logits of a graph again."""
+        self._sample_masked(self._logits[:, : self._sampler.vocab_size], rows)
 
     def _decode(self, rows: int, shared: bool) -> None:
         """A decode step of the first rows of the buffers, from the token embedding to the sampled token."""
@@ -334,6 +327,8 @@ class _Sampling:
     rows: IntArray  # [n] of the step
     slots: IntArray  # [n]
     positions: IntArray  # [n]
+    constrained: IndexArray  # [m] which of them wait for their masks
+    special: BoolArray  # [m] which of those the device's sampler cannot sample
     graphs: StepGraphs | None = None  # for rows with masks, if the logits are where these read them
     logprobs: list[tuple[IntArray, IntArray, Logprobs]] = field(default_factory=list)  # (rows, how many asked for, ...)
 
@@ -341,18 +336,16 @@ class _Sampling:
 class _Launched:
     """A step whose tokens may still be on the way from the device."""
 
-    def __init__(
-        self, runner: ModelRunner, step: Step, sampling: _Sampling, constrained: IndexArray, scores: list[Scores]
-    ) -> None:
+    def __init__(self, runner: ModelRunner, step: Step, sampling: _Sampling, scores: list[Scores]) -> None:
         self._runner, self._num_rows, self._rows = runner, len(step.slots), sampling.rows
         self._scorings = step.scorings
-        self._waiting = (sampling, constrained, scores)
-        if not len(constrained):
+        self._waiting = (sampling, scores)
+        if not len(sampling.constrained):
             self._copy(sampling, scores)
 
     def constrain(self, masks: IntArray) -> None:
-        sampling, constrained, scores = self._waiting
-        self._runner.constrain(sampling, constrained, masks)
+        sampling, scores = self._waiting
+        self._runner.constrain(sampling, masks)
         self._copy(sampling, scores)
 
     def _copy(self, sampling: _Sampling, scores: list[Scores]) -> None:

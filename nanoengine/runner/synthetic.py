@@ -64,8 +64,8 @@ class SyntheticRunner:
         self._context = context
         self._busy_until = 0.0
 
-    def mask_memory(self, rows: int, words: int) -> IntArray:
-        return masks.empty(rows, words)
+    def mask_memory(self) -> IntArray:
+        return masks.empty(len(self._last_token), self._num_tokens)
 
     def launch(self, step: Step) -> _Timed:
         began = time.monotonic()

@@ -42,6 +42,7 @@ _ROW = np.dtype(
         ("min_p", np.float32),
         ("penalised", np.bool_),
         ("biased", np.bool_),
+        ("special", np.bool_),  # for one of these, or for log-probabilities: the fused kernel cannot sample it
         ("repetition", np.float32),
         ("presence", np.float32),
         ("frequency", np.float32),
@@ -111,6 +112,7 @@ class Sampler:
         row["min_p"] = params.min_p
         row["penalised"] = penalised
         row["biased"] = params.logit_bias is not None
+        row["special"] = penalised or params.logit_bias is not None or params.logprobs is not None
         row["repetition"] = params.repetition_penalty
         row["presence"] = params.presence_penalty
         row["frequency"] = params.frequency_penalty
@@ -128,8 +130,8 @@ class Sampler:
         """Which rows the fused kernel cannot sample, masks apart; arguments as for a call."""
         if self.fused is None:
             return np.ones(len(slots), np.bool_)
-        rows = self._table[slots]
-        return rows["penalised"] | rows["biased"] | (rows["logprobs"] >= 0) | (positions < rows["stoppable_from"])
+        # Two columns: to gather whole rows takes ten times as long, 27 us of a step of 64.
+        return self._table["special"][slots] | (positions < self._table["stoppable_from"][slots])
 
     def settings(self, slots: IntArray) -> IntArray:
         """What the fused kernel has to know of these slots: int32 [n, 8], to be sent to ``fused.update``."""

@@ -17,7 +17,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 import llguidance
@@ -47,6 +48,7 @@ class Compiled:
     matchers: list[llguidance.LLMatcher]  # of the grammar, compiled apart, at the start: to be copied; may grow
     bad_words: tuple[tuple[int, ...], ...]  # as token ids
     source: str = ""  # what the matchers are compiled from; empty: no more are to be
+    turns: Iterator[int] = field(default_factory=count)  # whose it is to be copied: each as often as the others
 
 
 @dataclass(slots=True)

@@ -6,9 +6,10 @@ none of them, is nothing to it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 import llguidance
 import numpy as np
@@ -17,29 +18,39 @@ from nanoengine.errors import InvalidRequestError
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.scheduling.step import IntArray, KeyArray
 from nanoengine.structured import masks
-from nanoengine.structured.compiler import Compiled
-from nanoengine.structured.grammar import Grammar
+from nanoengine.structured.compiler import APART, Compiled
 
-_ALONE_S = 1e-3
-"""Masks are computed one after the other for so long, and what is left then in parallel. A row of JSON takes 12 us, and
-64 of them 0.8 ms one after the other where the library's threads take 1.0 to 1.9, to wake up and to wait for each
-other; a row whose pattern counts takes 400 to 600, and 64 take 25 to 39 ms against 6 to 9 (32 cores, 152,000 tokens).
-What a token costs after that, 3 us, is not worth a thread either."""
+THREADS = APART
+"""That make masks; 1: the caller itself makes one after the other. As many as a grammar has lexers, since threads that
+share one wait for each other. And few, since each is woken for every step: all that the library would have (25 of 32
+cores) took 1.0 to 1.9 ms for 64 rows of JSON records, and one takes 0.8 (12 us a row, 152,000 tokens)."""
+
+_MASKS = 4
+_TOKENS = 32
+"""So many masks, or tokens, of a step are for the threads, whom to wake takes about 50 us. A mask takes 12 us, or 400
+if a pattern counts, and a token 1.7."""
 
 
 class Constraints:
     """Of one engine's sequences, by their keys."""
 
     def __init__(
-        self, num_tokens: int, eos_token_ids: tuple[int, ...], allocate: Callable[[int, int], IntArray] = masks.empty
+        self,
+        num_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        memory: Callable[[], IntArray],
+        *,
+        threads: int = THREADS,
     ) -> None:
-        """``allocate`` makes the memory for masks, int32 [rows, words], where a device can read it."""
+        """``memory``, called once there is a mask to make, says where they go: int32 [rows, words], at least as many
+        rows as are ever asked for at once."""
         self._num_tokens = num_tokens
         self._eos_token_ids = frozenset(i for i in eos_token_ids if i < num_tokens)
         self._not_eos = ~masks.only(self._eos_token_ids, num_tokens)
         self._of: dict[int, _Constraint] = {}
-        self._allocate = allocate
-        self._masks = allocate(0, masks.words(num_tokens))  # reused: a row of a large vocabulary is 20 kB
+        self._memory = memory
+        self._num_threads = threads
+        self._batch: _Batch | None = None  # of the last call of ``masks``, while nothing has changed
 
     def __len__(self) -> int:
         return len(self._of)
@@ -50,8 +61,12 @@ class Constraints:
         """Begin a sequence, which has these tokens of an ``answer`` already. The error, if its grammar does not have
         them: then it has not begun."""
         apart = compiled.matchers
-        matcher = apart[key % len(apart)].deep_copy() if apart else None
-        self._of[key] = _Constraint(params, matcher, compiled.bad_words, self._num_tokens)
+        lexer = next(compiled.turns) % len(apart) if apart else 0
+        matcher = apart[lexer].deep_copy() if apart else None
+        self._of[key] = _Constraint(
+            params, matcher, id(apart[lexer]) if apart else 0, compiled.bad_words, self._num_tokens
+        )
+        self._batch = None
         for token in answer:
             if failed := self.advance([key], [token]):
                 self.drop(key)
@@ -60,100 +75,121 @@ class Constraints:
 
     def drop(self, key: int) -> None:
         """The sequence has ended, if it was one of these."""
-        self._of.pop(key, None)
+        if self._of.pop(key, None) is not None:
+            self._batch = None
 
     def masks(self, keys: KeyArray) -> IntArray:
         """What each of these sequences may sample next, int32 [n, words]; valid until the next call.
 
         Sequences that are not known may sample anything: they have ended, and their token will be dropped.
         """
-        if len(keys) > len(self._masks):
-            self._masks = self._allocate(2 * len(keys), masks.words(self._num_tokens))
-        rows, matchers, narrow = self._masks[: len(keys)], [], []
-        for i, key in enumerate(keys.tolist()):
-            one = self._of.get(key)
-            if one is not None and one.matcher is not None:
-                matchers.append((one.matcher, i))
-            else:
-                rows[i] = -1
-            if one is not None and one.narrows:
-                narrow.append((one, i))
-        self._fill(matchers, rows)
-        for one, i in narrow:
-            one.narrow(rows[i], self._not_eos)
+        if self._batch is None or self._batch.keys != keys.tobytes():
+            self._batch = self._gather(keys)
+        batch, rows = self._batch, self._rows[: len(keys)]
+        if batch.free:
+            rows[batch.free] = -1
+        address, width = rows.ctypes.data, rows.shape[1] * rows.itemsize
+        if self._num_threads > 1 and len(batch.matchers) >= _MASKS:
+            self._threads.unsafe_compute_mask_ptr(batch.matchers, address, width, len(rows))
+        else:
+            for matcher, row in batch.matchers:
+                matcher.unsafe_compute_mask_ptr(address + row * width, width)
+        for one, row in batch.narrow:
+            one.narrow(rows[row], self._not_eos)
         return rows
+
+    def _gather(self, keys: KeyArray) -> _Batch:
+        known = [(one, row) for row, key in enumerate(keys.tolist()) if (one := self._of.get(key)) is not None]
+        free = {*range(len(keys))} - {row for one, row in known if one.matcher is not None}
+        # Threads take slices of this list, so that each has lexers of its own but where one's rows end.
+        by_lexer = sorted(known, key=lambda entry: entry[0].lexer)
+        matchers = [(one.matcher, row) for one, row in by_lexer if one.matcher is not None]
+        return _Batch(keys.tobytes(), matchers, sorted(free), [(one, row) for one, row in known if one.narrows])
 
     def advance(self, keys: Iterable[int], tokens: Iterable[int]) -> list[tuple[int, InvalidRequestError]]:
         """Each sequence has this new token. Returns, by key, the error of those whose grammar does not have it.
 
         That takes a row of which nothing was left to sample, or a grammar that has grown beyond the library's limits.
         """
-        stuck = []  # with their grammars
+        stuck, taking = [], []
         for key, token in zip(keys, tokens, strict=True):
             if (one := self._of.get(key)) is None:
                 continue
-            one.follow(token)
-            if one.matcher is None or one.grammar is None:
+            if one.bad_words:
+                one.follow(token)
+            if one.matcher is None:
                 continue
             # The library lets an answer end where the vocabulary has no token that could go on.
-            early = token in self._eos_token_ids and not one.matcher.is_accepting()
-            if early or not one.matcher.consume_token(token):
-                stuck.append((key, one.grammar))
-        return [(key, _dead_end(grammar)) for key, grammar in stuck]
-
-    def _fill(self, matchers: list[tuple[llguidance.LLMatcher, int]], rows: IntArray) -> None:
-        """Each matcher's mask into its row."""
-        address, width = rows.ctypes.data, rows.shape[1] * rows.itemsize
-        until = time.perf_counter() + _ALONE_S
-        for i, (matcher, row) in enumerate(matchers):
-            if time.perf_counter() > until:
-                self._executor.unsafe_compute_mask_ptr(matchers[i:], address, width, len(rows))
-                break
-            matcher.unsafe_compute_mask_ptr(address + row * width, width)
+            if token in self._eos_token_ids and not one.matcher.is_accepting():
+                stuck.append(key)
+            else:
+                taking.append((one.lexer, key, one.matcher, token))
+        if self._num_threads > 1 and len(taking) >= _TOKENS:
+            taking.sort(key=itemgetter(0))  # as masks are
+            taken = self._threads.consume_token_par([(matcher, token) for _, _, matcher, token in taking])
+            stuck += [key for (_, key, _, _), ok in zip(taking, taken, strict=True) if not ok]
+        else:
+            stuck += [key for _, key, matcher, token in taking if not matcher.consume_token(token)]
+        return [(key, self._of[key].dead_end()) for key in stuck]
 
     @cached_property
-    def _executor(self) -> llguidance.LLExecutor:
-        return llguidance.LLExecutor()
+    def _rows(self) -> IntArray:
+        return self._memory()
+
+    @cached_property
+    def _threads(self) -> llguidance.LLExecutor:
+        return llguidance.LLExecutor(num_threads=self._num_threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Sequences whose masks are made together: most steps have those of the step before."""
+
+    keys: bytes  # int64
+    matchers: list[tuple[llguidance.LLMatcher, int]]  # with their rows
+    free: list[int]  # rows that no grammar says anything of
+    narrow: list[tuple[_Constraint, int]]  # with their rows
 
 
 class _Constraint:
     """One sequence's."""
 
-    __slots__ = ("_allowed", "_bad_words", "_goes_on", "_tail", "grammar", "matcher", "narrows")
+    __slots__ = ("_allowed", "_goes_on", "_grammar", "_tail", "bad_words", "lexer", "matcher", "narrows")
 
     def __init__(
         self,
         params: SamplingParams,
         matcher: llguidance.LLMatcher | None,
+        lexer: int,
         bad_words: tuple[tuple[int, ...], ...],
         num_tokens: int,
     ) -> None:
-        self.grammar = params.structured
+        self._grammar = params.structured
         self.matcher = matcher
+        self.lexer = lexer  # the same number for matchers that share one
         self._goes_on = self.matcher is not None and params.ignore_eos
         self._allowed = masks.only(params.allowed_token_ids, num_tokens) if params.allowed_token_ids else None
-        self._bad_words = bad_words
+        self.bad_words = bad_words
         self.narrows = self._goes_on or self._allowed is not None or bool(bad_words)
         self._tail: list[int] = []  # the last tokens of the output, as many as a bad word has before its last
 
     def follow(self, token: int) -> None:
-        if self._bad_words:
-            most = max(map(len, self._bad_words)) - 1
-            self._tail = [*self._tail, token][-most:] if most else []
+        most = max(map(len, self.bad_words)) - 1
+        self._tail = [*self._tail, token][-most:] if most else []
 
     def narrow(self, mask: IntArray, not_eos: IntArray) -> None:
         """Take away from ``mask`` int32 [words], in place, what else may not come."""
         if self._allowed is not None:
             mask &= self._allowed
-        for *before, last in self._bad_words:
+        for *before, last in self.bad_words:
             if not before or self._tail[-len(before) :] == before:
                 mask[last // 32] &= np.int32(~(1 << last % 32) if last % 32 < 31 else 0x7FFFFFFF)
         if self._goes_on and (rest := mask & not_eos).any():
             mask[:] = rest
 
-
-def _dead_end(grammar: Grammar) -> InvalidRequestError:
-    return grammar.refused(
-        "the answer came to a point from which it could not go on: the grammar is too complex, or stop_token_ids, "
-        "bad_words, allowed_token_ids or logit_bias forbid all that it allows"
-    )
+    def dead_end(self) -> InvalidRequestError:
+        assert self._grammar is not None
+        return self._grammar.refused(
+            "the answer came to a point from which it could not go on: the grammar is too complex, or stop_token_ids, "
+            "bad_words, allowed_token_ids or logit_bias forbid all that it allows"
+        )

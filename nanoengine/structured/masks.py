@@ -18,9 +18,9 @@ def words(num_tokens: int) -> int:
     return -(-num_tokens // 32)
 
 
-def empty(rows: int, words: int) -> IntArray:
+def empty(rows: int, num_tokens: int) -> IntArray:
     """Memory for masks."""
-    return np.empty((rows, words), np.int32)
+    return np.empty((rows, words(num_tokens)), np.int32)
 
 
 def only(ids: Iterable[int], num_tokens: int) -> IntArray:

@@ -50,6 +50,11 @@ def byte_level() -> Compiler:
     return compiler()
 
 
+def constraints_for(tokenizer: Tokenizer, threads: int = 1) -> Constraints:
+    size = tokenizer.vocab_size
+    return Constraints(size, tokenizer.eos_token_ids, lambda: masks.empty(32, size), threads=threads)
+
+
 def schema(value: Any) -> Grammar:
     return Grammar("json_schema", json.dumps(value))
 
@@ -60,7 +65,7 @@ class Walk:
     def __init__(self, compile: Compiler, params: SamplingParams, tokenizer: Tokenizer) -> None:
         self.tokens: list[int] = []
         self._tokenizer = tokenizer
-        self._constraints = Constraints(tokenizer.vocab_size, tokenizer.eos_token_ids)
+        self._constraints = constraints_for(tokenizer)
         self._constraints.add(0, params, compile(params).result(30))
 
     def allowed(self) -> list[int]:
@@ -279,8 +284,8 @@ def test_a_grammar_that_comes_again_gets_matchers_of_its_own_and_says_the_same(m
         compile._pool.submit(lambda: None).result(30)
     compile._pool.shutdown()
     assert len(compiled.matchers) == 3
-    constraints = Constraints(tokenizer.vocab_size, tokenizer.eos_token_ids)
-    for key in range(20):  # more than are done one after the other
+    constraints = constraints_for(tokenizer, threads=2)
+    for key in range(20):
         assert constraints.add(key, params, compiled) is None
     keys, rng = np.arange(20), random.Random(0)
     for _ in range(8):
@@ -667,23 +672,63 @@ async def test_a_process_of_its_own_refuses_a_grammar_and_lives_on() -> None:
         await engine.stop()
 
 
-def test_masks_are_the_same_one_after_the_other_and_in_parallel(
-    byte_level: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, rows, rng = trained("byte_level"), 9, random.Random(0)
-    ways = (1000.0, 0.0, -1.0)  # all of them one after the other, all but one or two in parallel, all
-    kinds = [Constraints(tokenizer.vocab_size, tokenizer.eos_token_ids) for _ in ways]
-    for key in range(rows):
-        params = SamplingParams(structured=DATE if key % 3 else None, bad_words=("1",) if key % 2 else ())
-        for one in kinds:
-            one.add(key, params, byte_level(params).result(30))
-    for _ in range(6):
-        found = []
-        for one, seconds in zip(kinds, ways, strict=True):
-            monkeypatch.setattr(constraints_module, "_ALONE_S", seconds)
-            found.append(one.masks(np.arange(rows + 1)).copy())
-        assert (found[0] == found[1]).all()
-        assert (found[0] == found[2]).all()
-        tokens = [rng.choice(np.flatnonzero(masks.allowed(row, tokenizer.vocab_size)).tolist()) for row in found[0]]
-        for one in kinds:
-            one.advance(range(rows), tokens[:rows])
+def test_masks_are_the_same_one_after_the_other_and_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are those who come to a dead end; sequences come and go, in an order of their own each step."""
+    monkeypatch.setattr(compiler_module, "APART", 3)
+    monkeypatch.setattr(constraints_module, "_MASKS", 2)
+    monkeypatch.setattr(constraints_module, "_TOKENS", 2)
+    compile, tokenizer, rng = compiler(), trained("byte_level"), random.Random(0)
+    eos, size = tokenizer.eos_token_ids[0], tokenizer.vocab_size
+    kinds = [constraints_for(tokenizer, threads) for threads in (1, 2, 3)]
+    keys: list[int] = []
+    stuck = set()
+    for turn in range(60):
+        if len(keys) < 24:
+            key, g = turn, [DATE, None, Grammar("regex", "(ab|c)+"), Grammar("regex", "[a-z]{9}")][rng.randrange(4)]
+            params = SamplingParams(
+                structured=g, bad_words=("1",) if turn % 2 else (), ignore_eos=turn % 3 == 0, max_tokens=50
+            )
+            compiled = compile(params).result(30)
+            assert not any(one.add(key, params, compiled) for one in kinds)
+            keys.append(key)
+        rng.shuffle(keys)
+        step = [*keys[: rng.randint(0, len(keys))], 1000]
+        rows, *others = [one.masks(np.array(step)).copy() for one in kinds]
+        assert all((rows == other).all() for other in others)
+        assert (rows[-1] == -1).all(), "who is not known may sample anything"
+        # An end too early, and a token that a grammar does not have, are what a row with nothing left samples.
+        tokens = [
+            rng.choice([eos, rng.randrange(size)])
+            if rng.random() < 0.05
+            else rng.choice(np.flatnonzero(masks.allowed(row, size)).tolist() or [eos])
+            for row in rows
+        ]
+        first, *rest = [sorted((key, str(error)) for key, error in one.advance(step, tokens)) for one in kinds]
+        assert all(first == found for found in rest)
+        stuck |= {key for key, _ in first}
+        for key in {key for key, _ in first} | {key for key, token in zip(step, tokens, strict=True) if token == eos}:
+            for one in kinds:
+                one.drop(key)
+            keys = [k for k in keys if k != key]
+    assert len(stuck) > 3
+    assert {len(one) for one in kinds} == {len(keys)}
+
+
+def test_threads_get_rows_of_one_lexer_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However keys and grammars alternate, and each lexer has as many as the others."""
+    monkeypatch.setattr(compiler_module, "APART", 3)
+    compile, tokenizer = compiler(), trained("byte_level")
+    params = [SamplingParams(structured=g) for g in (DATE, Grammar("regex", "(ab|c)+"))]
+    for one in params * 3:
+        compile(one).result(30)
+        compile._pool.submit(lambda: None).result(30)
+    compile._pool.shutdown()
+    constraints = constraints_for(tokenizer, threads=3)
+    for key in range(24):
+        constraints.add(key, params[key % 2], compile(params[key % 2]).result(30))
+    constraints.masks(np.arange(24))
+    batch = constraints._batch
+    assert batch is not None
+    lexers = [constraints._of[row].lexer for _, row in batch.matchers]
+    assert sorted(lexers) == lexers
+    assert [lexers.count(lexer) for lexer in sorted(set(lexers))] == [4] * 6
