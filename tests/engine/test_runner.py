@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nanoengine.config import EngineConfig
 from nanoengine.runner.cuda_graphs import batch_sizes
 from nanoengine.runner.inputs import Staging, flatten, words
+from nanoengine.runner.masked_rows import MaskedRows
 from nanoengine.scheduling.step import Step
 
 CPU = torch.device("cpu")
@@ -46,6 +47,23 @@ def test_a_padded_array_has_its_place_whatever_its_length() -> None:
     places = [[view.data_ptr() for view in staging.send([np.zeros(n, np.int32)] * 3, (8, 8))] for n in (1, 5, 8)]
     assert places[0] == [*places[1][:2], places[0][2]]
     assert len({tuple(place) for place in places}) == 1
+
+
+def test_rows_with_masks_have_their_places_and_what_pads_them_is_nobodys() -> None:
+    rows, rng, places = MaskedRows(10, 3, CPU), np.random.default_rng(0), set()
+    for count, size in ((10, 10), (3, 8), (0, 4), (5, 5)):
+        at, slots, positions = (rng.integers(0, 9, count).astype(np.int32) for _ in range(3))
+        rows.masks[:count] = masks = rng.integers(-(2**31), 2**31, (count, 3), dtype=np.int32)
+        rows.write(at, slots, positions, size)
+        sent = rows.send(size)
+        pad = size - count
+        assert [each.tolist() for each in sent[:3]] == [
+            [*at, *[10] * pad], [*slots, *[-1] * pad], [*positions, *[0] * pad],
+        ]  # fmt: skip
+        assert sent[3].shape == (size, 3)
+        assert (sent[3][:count].numpy() == masks).all()
+        places.add(tuple(each.data_ptr() for each in sent))
+    assert len(places) == 1, "a graph reads them where they were when it was recorded"
 
 
 def test_a_mixed_step_is_laid_out_row_by_row() -> None:

@@ -230,6 +230,19 @@ def test_padded_rows_touch_nothing() -> None:
     assert last.tolist() == [-7, 9]
 
 
+def test_padded_rows_with_masks_touch_nothing() -> None:
+    """Not even their logits: they name a row that is not there, and have one of their own in what is written."""
+    logits = torch.zeros(2, 50, device=DEVICE)
+    table = torch.from_numpy(pack_settings([0.0, 0.0], 0, 1.0, 0.0, 0)).to(DEVICE)
+    at, slots, positions = torch.tensor([[1, 2, 2], [1, -1, -1], [4, 0, 0]], dtype=torch.int32, device=DEVICE)
+    masks = torch.tensor([[1 << 9, 0], [-1, -1], [-1, -1]], dtype=torch.int32, device=DEVICE)
+    tokens = torch.full((3,), -5, dtype=torch.int32, device=DEVICE)
+    last = torch.full((2,), -7, dtype=torch.int32, device=DEVICE)
+    sample(logits, table, slots, positions, tokens, last, fallback=FALLBACK, rows=at, masks=masks)
+    assert tokens.tolist() == [-5, 9, FALLBACK]
+    assert last.tolist() == [-7, 9]
+
+
 def test_greedy_takes_the_lowest_of_equals() -> None:
     logits = torch.zeros(2, 9000)
     logits[0, [300, 4000, 8999]] = 1.0

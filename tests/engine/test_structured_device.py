@@ -1,0 +1,86 @@
+"""Rows with masks, sampled by the device's kernel: interpreted, where there is no GPU. See test_gpu_engine.py too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import triton_device  # noqa: F401  # first: it says where kernels run
+
+from nanoengine.kernels import sample as kernel  # isort: skip
+from nanoengine.llm import LLM
+from nanoengine.runner.model_runner import ModelRunner
+from nanoengine.sampling.device import DeviceSampler
+from nanoengine.sampling.params import SamplingParams
+from nanoengine.structured.grammar import Grammar
+from tests.engine.structured_cases import write_tiny_llm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS = 8
+GRAMMARS = [Grammar("regex", "[a-z]{1,8}"), None, Grammar("regex", "(ab|c)+"), Grammar("choice", '["yes", "no"]')]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    for name, size in (("_CHUNK", 128), ("_GROUP", 2), ("_FEW", 64)):  # a turn of a loop costs the interpreter 10 ms
+        monkeypatch.setattr(kernel, name, size)
+    folder = write_tiny_llm(tmp_path)
+    return LLM(str(folder), dtype="float32", device="cpu", num_threads=1, cpu_kv_cache_bytes=8 << 20, max_num_seqs=ROWS)
+
+
+class Graphs:
+    """Of rows with masks, for steps of eight and four: what they hold is done at once."""
+
+    def __init__(self, forward: Callable[[int, bool], None]) -> None:
+        self._forward = forward
+        self.replayed: list[int] = []
+
+    def size(self, rows: int) -> int | None:
+        return next((size for size in (4, 8) if size >= rows), None)
+
+    def replay(self, size: int) -> None:
+        self.replayed.append(size)
+        self._forward(size, False)
+
+
+def record(runner: ModelRunner) -> Graphs:
+    """As if ``capture`` had been here."""
+    logits = torch.zeros(ROWS + 1, runner._model.config.vocab_size)
+
+    def stage(step: Any, inputs: Any) -> Callable[[], None]:
+        def replay() -> None:
+            logits[: len(step.slots), : runner._sampler.vocab_size] = runner._eager(step, inputs)[0]
+
+        return replay
+
+    graphs: Any = Graphs(runner._decode_masked)
+    runner._graphs, runner._mask_graphs, runner._logits = graphs, graphs, logits
+    runner._stage = stage  # type: ignore[method-assign]
+    return graphs
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_with_masks_say_what_they_say_on_a_cpu(tiny: LLM, graphs: bool) -> None:
+    """Among rows that have none, and some whose tokens the kernel cannot sample; fewer rows than a graph has."""
+    params = [
+        SamplingParams(
+            structured=GRAMMARS[i % 4], temperature=i % 3, seed=i, max_tokens=4 + i,
+            logprobs=1 if i in (2, 5) else None, presence_penalty=float(i == 7),
+        )
+        for i in range(ROWS)
+    ]  # fmt: skip
+    expected = tiny.generate(["a b"] * ROWS, params, use_tqdm=False)
+    runner: Any = tiny.engine._runner
+    runner._sampler.fused = DeviceSampler(ROWS, runner._sampler._fallback, torch.device("cpu"))
+    runner.depth = 1
+    recorded = record(runner) if graphs else None
+    found = tiny.generate(["a b"] * ROWS, params, use_tqdm=False)
+    assert [(a.token_ids, a.finish_reason) for a in found] == [(a.token_ids, a.finish_reason) for a in expected]
+    assert [bool(a.logprobs) for a in found] == [bool(a.logprobs) for a in expected]
+    if recorded is not None:
+        assert set(recorded.replayed) == {4, 8}
