@@ -676,7 +676,6 @@ def test_masks_are_the_same_one_after_the_other_and_in_parallel(monkeypatch: pyt
     """So are those who come to a dead end; sequences come and go, in an order of their own each step."""
     monkeypatch.setattr(compiler_module, "APART", 3)
     monkeypatch.setattr(constraints_module, "_MASKS", 2)
-    monkeypatch.setattr(constraints_module, "_TOKENS", 2)
     compile, tokenizer, rng = compiler(), trained("byte_level"), random.Random(0)
     eos, size = tokenizer.eos_token_ids[0], tokenizer.vocab_size
     kinds = [constraints_for(tokenizer, threads) for threads in (1, 2, 3)]
