@@ -4,7 +4,8 @@
     python -m loadtest.structured --model FOLDER --batch 64
 
 Two schemas: a list of records of two texts and a number, as answers are made of, and one whose strings follow a pattern
-that counts characters, so that hardly two masks are alike: the dearest there is.
+that counts characters, so that hardly two masks are alike: the dearest there is. Steps are timed once the sequences,
+which begin alike, are at different places of their answers.
 
 Each round times a block of steps of all kinds, one after the other, so that a machine whose speed drifts says the same
 of all; what is printed is the median of the rounds' ratios. All are sampled at temperature 1 and decode in contexts of
@@ -26,7 +27,8 @@ from nanoengine.structured.grammar import Grammar
 from nanoengine.text.tokenizer import load_tokenizer
 from nanoengine.weights.sources import resolve_model
 
-STEPS = 20
+STEPS = 40
+BEFORE = 60  # steps that are not timed
 RECORDS = {
     "type": "array",
     "items": {
@@ -37,7 +39,7 @@ RECORDS = {
     },
     "minItems": 1000,
 }
-COUNTED = {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z ]{100,}$"}, "minItems": 100}
+COUNTED = {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z ]{100,120}$"}, "minItems": 100}
 LARGE = {
     "type": "object",
     "properties": {f"field{i}": {"type": "string", "maxLength": i + 1} for i in range(500)},
@@ -55,7 +57,7 @@ def block(engine: Engine, size: int, params: SamplingParams) -> float:
         engine.add(key, np.arange(100 + key, 164 + key, dtype=np.int32), params)
     while (load := engine.load()).waiting or load.prefill_tokens or not load.running:
         engine.step()
-    for _ in range(3):
+    for _ in range(BEFORE):
         engine.step()
     begin = time.perf_counter()
     for _ in range(STEPS):

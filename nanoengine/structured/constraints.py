@@ -6,6 +6,7 @@ none of them, is nothing to it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +21,16 @@ from nanoengine.structured import masks
 from nanoengine.structured.compiler import APART, Compiled
 
 THREADS = APART
-"""That make masks; 1: the caller itself makes one after the other. As many as a grammar has lexers, since threads that
-share one wait for each other. And few, since each is woken for every step: all that the library would have (25 of 32
-cores) took 1.0 to 1.9 ms for 64 rows of JSON records, and one takes 0.8 (12 us a row, 152,000 tokens)."""
+"""That make masks where they are dear; 1: the caller itself makes all. As many as a grammar has lexers, since threads
+that share one wait for each other. And few, since each is woken for every step: all that the library would have (25 of
+32 cores) took 1.0 to 1.9 ms for 64 rows of JSON records."""
 
-_MASKS = 4
-"""So many masks of a step are for the threads. A mask takes 5 to 150 us, or 400 if a pattern counts. A token takes 3,
-and 64 of them 190 one after the other where the threads take 350 to 450, most of it to be woken."""
+_TRIED = 4
+_DEAR_S = 0.6e-3
+"""The first masks of a step tell what the others will take one after the other: for more than this there are threads.
+A mask takes 5 us inside a string, 20 to 40 between two, 400 where a pattern counts (152,000 tokens), so 64 rows in
+strings 0.34 ms. With threads they take 0.37 to 0.47, and the caller's own work meanwhile and after it half as long
+again, 1.5 ms of a step in place of 1.2, as the threads look for more before they sleep (an H200's host of 16 cores)."""
 
 
 class Constraints:
@@ -86,15 +90,22 @@ class Constraints:
         batch, rows = self._batch, self._rows[: len(keys)]
         if batch.free:
             rows[batch.free] = -1
-        address, width = rows.ctypes.data, rows.shape[1] * rows.itemsize
-        if self._num_threads > 1 and len(batch.matchers) >= _MASKS:
-            self._threads.unsafe_compute_mask_ptr(batch.matchers, address, width, len(rows))
-        else:
-            for matcher, row in batch.matchers:
-                matcher.unsafe_compute_mask_ptr(address + row * width, width)
+        self._fill(batch.matchers, rows)
         for one, row in batch.narrow:
             one.narrow(rows[row], self._not_eos)
         return rows
+
+    def _fill(self, matchers: list[tuple[llguidance.LLMatcher, int]], rows: IntArray) -> None:
+        """Each matcher's mask into its row."""
+        address, width = rows.ctypes.data, rows.shape[1] * rows.itemsize
+        begin = time.perf_counter()
+        for done, (matcher, row) in enumerate(matchers):
+            if done >= _TRIED and self._num_threads > 1:
+                to_come = (time.perf_counter() - begin) / done * (len(matchers) - done)
+                if to_come > _DEAR_S:
+                    self._threads.unsafe_compute_mask_ptr(matchers[done:], address, width, len(rows))
+                    break
+            matcher.unsafe_compute_mask_ptr(address + row * width, width)
 
     def _gather(self, keys: KeyArray) -> _Batch:
         known = [(one, row) for row, key in enumerate(keys.tolist()) if (one := self._of.get(key)) is not None]

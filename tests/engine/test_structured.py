@@ -675,7 +675,8 @@ async def test_a_process_of_its_own_refuses_a_grammar_and_lives_on() -> None:
 def test_masks_are_the_same_one_after_the_other_and_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     """So are those who come to a dead end; sequences come and go, in an order of their own each step."""
     monkeypatch.setattr(compiler_module, "APART", 3)
-    monkeypatch.setattr(constraints_module, "_MASKS", 2)
+    monkeypatch.setattr(constraints_module, "_TRIED", 2)
+    monkeypatch.setattr(constraints_module, "_DEAR_S", 0.0)
     compile, tokenizer, rng = compiler(), trained("byte_level"), random.Random(0)
     eos, size = tokenizer.eos_token_ids[0], tokenizer.vocab_size
     kinds = [constraints_for(tokenizer, threads) for threads in (1, 2, 3)]
