@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,18 +74,27 @@ class Staging:
 
         What is beyond an array within its pad is left from earlier steps. Returns views in the arrays' shapes.
         """
-        host, view = self._hosts[self._next]
+        offsets = self.move(arrays, pads)
+        return [self.view(at, array.shape) for at, array in zip(offsets, arrays, strict=False)]
+
+    def move(self, arrays: Sequence[IntArray], pads: Sequence[int] = ()) -> list[int]:
+        """``send``, for who needs few of the views: where each array begins, and where the last one ends."""
         self._next = (self._next + 1) % len(self._hosts)
+        host, view = self._hosts[self._next]
         lengths = [max(array.size, pad) for array, pad in zip(arrays, pads, strict=False)]
         lengths += [array.size for array in arrays[len(pads) :]]
         offsets = places(lengths)
         for at, array in zip(offsets, arrays, strict=False):
             view[at : at + array.size] = array.reshape(-1)
-        end = offsets[-1]
         if self._device is not None:
+            end = offsets[-1]
             self._device[:end].copy_(host[:end], non_blocking=True)
-            host = self._device
-        return [host[at : at + a.size].view(a.shape) for at, a in zip(offsets, arrays, strict=False)]
+        return offsets
+
+    def view(self, at: int, shape: tuple[int, ...]) -> Tensor:
+        """What was sent last, from word ``at`` on."""
+        sent = self._hosts[self._next][0] if self._device is None else self._device
+        return sent[at : at + math.prod(shape)].view(shape)
 
 
 def words(lengths: Sequence[int]) -> int:

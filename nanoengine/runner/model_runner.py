@@ -272,8 +272,8 @@ class ModelRunner:
             step.block_table,
         )
         pads = self._pads if shared or not self._planner.shares else self._pads[:-2]
-        block_table = self._staging.send(arrays, pads)[-1]
-        self._block_table[:rows, : block_table.shape[1]].copy_(block_table)
+        *_, at, _ = self._staging.move(arrays, pads)
+        self._block_table[:rows, : step.block_table.shape[1]].copy_(self._staging.view(at, step.block_table.shape))
         return partial(self._graphs.replay, size, shared)
 
     def _decode_masked(self, rows: int, _: bool) -> None:

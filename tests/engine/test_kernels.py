@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.engine.triton_device import DEVICE, DTYPES, TOLERANCE  # isort: skip  # before any kernel is defined
 
 from nanoengine.attention import decode_plan
+from nanoengine.attention.decode_plan import IntArray
 from nanoengine.kernels.paged_decode import paged_decode, paged_decode_reference
 from tests.engine.attention_cases import planned
 
@@ -56,9 +57,44 @@ def test_a_plan_reads_every_position_once(lens: list[int], more: int, spare: int
     end = np.array(lens, np.int32)
     first = np.where(np.arange(len(lens)) % 4 < shared, end - 1 - (end - 1) // 3, 0).astype(np.int32)
     items, rows = decode_plan.divide(first, end, len(lens) + spare, more)
+    used = read_once(items, rows, first, end)
+    assert (np.diff(used[:, 2] - used[:, 1]) <= 0).all(), "the longest comes first"
+    fair = max(64, -(-int((end - first).sum()) // more))
+    assert (used[:, 2] - used[:, 1]).max() <= fair + 64
+
+
+@given(
+    lens=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    changes=st.lists(st.tuples(st.integers(1, 40), st.sampled_from(["add", "drop", "move"])), max_size=4),
+    windows=st.sampled_from([(None,), (None, 700), (700,)]),
+)
+def test_plans_of_rows_that_grow_read_every_position_once(
+    lens: list[int], changes: list[tuple[int, str]], windows: tuple[int | None, ...]
+) -> None:
+    """Steps by one token each, and rows that come, go or change places in between."""
+    planner = decode_plan.DecodePlanner(decode_plan.DecodeLayout(16, 4, 2, 16, 256, windows, share_prefixes=False))
+    for steps, change in [*changes, (20, "")]:
+        for _ in range(steps):
+            lens = [length + 1 for length in lens]
+            end = np.array(lens, np.int32)
+            plans = planner.plan(end, 16)
+            for i, window in enumerate(windows):
+                first = np.maximum(end - window, 0) if window else np.zeros_like(end)
+                used = read_once(plans[2 * i], plans[2 * i + 1], first, end)
+                fair = max(64, -(-int((end - first).sum()) // planner._more))
+                assert (used[:, 2] - used[:, 1]).max() <= fair + 64 + 16
+        if change == "add":
+            lens = [*lens, 5]
+        elif change == "drop" and len(lens) > 1:
+            lens = lens[1:]
+        elif change == "move":
+            lens = lens[::-1]
+
+
+def read_once(items: IntArray, rows: IntArray, first: IntArray, end: IntArray) -> IntArray:
+    """Assert that a plan reads positions ``first`` to ``end`` of each row; returns its pieces."""
     used = items[items[:, 1] < items[:, 2]]
     assert not items[len(used) :].any(), "what there is comes first"
-    assert (np.diff(used[:, 2] - used[:, 1]) <= 0).all(), "the longest comes first"
     parts = used[used[:, 3] >= 0, 3].tolist()
     assert len(set(parts)) == len(parts)
     assert max(parts, default=0) < len(items)
@@ -70,8 +106,7 @@ def test_a_plan_reads_every_position_once(lens: list[int], more: int, spare: int
             assert mine[:, 3].tolist() == list(range(rows[0, row], rows[0, row] + rows[1, row]))
         else:
             assert mine[:, 3].tolist() == [-1]
-    fair = max(64, -(-int((end - first).sum()) // more))
-    assert (used[:, 2] - used[:, 1]).max() <= fair + 64
+    return used
 
 
 @pytest.mark.parametrize(
