@@ -97,6 +97,13 @@ class Staging:
         return sent[at : at + math.prod(shape)].view(shape)
 
 
+def padded(array: IntArray, size: int, value: int) -> IntArray:
+    """``array`` and as many ``value`` as make ``size``."""
+    result = np.full(size, value, np.int32)
+    result[: len(array)] = array
+    return result
+
+
 def words(lengths: Sequence[int]) -> int:
     """Size of a ``Staging`` that takes arrays of these lengths."""
     return places(lengths)[-1]

@@ -25,6 +25,7 @@ from nanoengine.runner.cuda_graphs import batch_sizes
 from nanoengine.runner.memory import MemoryAccount, Usage, peak, pool_bytes, trim
 from nanoengine.runner.model_runner import ModelRunner, StepLimits
 from nanoengine.runner.piecewise_graphs import token_counts
+from nanoengine.runner.prompt_graphs import prompt_sizes
 from nanoengine.sampling.params import SamplingParams
 from nanoengine.sampling.sampler import Sampler
 from nanoengine.scheduling.step import Admission, IntArray, Step
@@ -228,7 +229,8 @@ def _profile(parts: _Parts) -> tuple[int, int]:
 
     workspace, graph_bytes = measure()
     trim(device)
-    graphs = 3 * len(parts.graph_sizes) + len(parts.graph_tokens)  # with prefixes, without, of rows with masks
+    graphs = 3 * len(parts.graph_sizes)  # with prefixes, without, of rows with masks
+    graphs += len(parts.graph_tokens) + len(prompt_sizes(parts.graph_tokens))
     return workspace, pool_bytes(parts.config.gpu_memory_utilization, workspace, graph_bytes, graphs, device)
 
 

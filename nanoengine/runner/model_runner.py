@@ -18,9 +18,10 @@ from nanoengine.models.registry import CausalLM
 from nanoengine.outputs import PromptScores, TokenLogprob
 from nanoengine.runner.base import StepResult
 from nanoengine.runner.cuda_graphs import StepGraphs, batch_sizes
-from nanoengine.runner.inputs import FlatInputs, Staging, flatten, words
+from nanoengine.runner.inputs import FlatInputs, Staging, flatten, padded, words
 from nanoengine.runner.masked_rows import MaskedRows
 from nanoengine.runner.piecewise_graphs import PiecewiseGraphs
+from nanoengine.runner.prompt_graphs import PromptGraphs, prompt_sizes
 from nanoengine.sampling.sampler import Logprobs, Sampler
 from nanoengine.sampling.scores import Scores, score
 from nanoengine.scheduling.step import BoolArray, IntArray, Scoring, Step
@@ -69,6 +70,7 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
         self._mask_graphs: StepGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
+        self._prompts: PromptGraphs | None = None
         # The token that each slot's sequence decodes next stays on the device: a step needs none from the host. The
         # slot after the last is the padding's, and so is the row.
         self._last_token = torch.zeros(limits.rows + 1, dtype=torch.int32, device=device)
@@ -89,18 +91,21 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> _Launched:
         inputs = flatten(step, self._cache.block_size)
-        decodes_only = step.num_decodes == len(step.slots)
-        graph = self._stage(step, inputs) if self._graphs is not None and decodes_only else None
         for admission in step.admissions:
             self._sampler.admit(admission)
             asked = admission.params.logprobs
             self._num_logprobs[admission.slot] = -1 if asked is None else asked
+        graph: Callable[[], None] | None = None
+        if self._graphs is not None and step.num_decodes == len(step.slots):
+            graph = self._stage(step, inputs)
+        elif self._prompts is not None:
+            graph = self._prompts.stage(step, inputs)
         scores: list[Scores] = []
         if graph is None:
             logits, scores = self._eager(step, inputs)
         else:
             graph()
-            logits = self._logits[: len(step.slots), : self._sampler.vocab_size]
+            logits = self._logits[: len(inputs.sampled_rows), : self._sampler.vocab_size]
 
         rows = inputs.sampled_rows
         slots, positions = step.slots[rows], inputs.seq_lens[rows]  # the token sampled comes right after the context
@@ -221,7 +226,8 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], token_counts: Sequence[int] = ()) -> None:
         """Record decode steps of these numbers of rows (ascending) as CUDA graphs, which steps that only decode use,
-        and for other steps what comes between their attentions, for these numbers of tokens (ascending)."""
+        and for these numbers of tokens (ascending) other steps: whole, if they are few short prompts, or what comes
+        between their attentions."""
         limits, device, planner = self._limits, self.device, self._planner
         assert planner is not None
         self._slots, self._seq_lens, self._positions, self._kv_slots, *self._work = self._staging.fixed(self._pads)
@@ -230,6 +236,19 @@ class ModelRunner:
         # One for all sizes: each graph would keep its own alive.
         vocab_size, dtype = self._model.config.vocab_size, self._model.dtype
         self._logits = torch.zeros(limits.rows + 1, vocab_size, dtype=dtype, device=device)
+        pool = torch.cuda.graph_pool_handle()
+        if token_counts:
+            pieces = PiecewiseGraphs(self._model, self._cache, token_counts, device)
+            pieces.capture(pool)
+            self._pieces = pieces
+        prompts = None
+        if sizes_of_prompts := prompt_sizes(token_counts):
+            prompts = PromptGraphs(
+                self._model, self._cache, self._sampler, self._staging, sizes_of_prompts, block_table=self._block_table,
+                logits=self._logits, tokens=self._tokens, last_token=self._last_token,
+            )  # fmt: skip
+            prompts.capture(pool)
+        self._prompts = prompts
         for buffer in (self._seq_lens, self._positions, self._kv_slots, *self._work):
             buffer.zero_()
         self._slots.fill_(limits.rows)
@@ -239,11 +258,6 @@ class ModelRunner:
             coarse = batch_sizes(limits.rows, fineness=2)
             variants[True] = [size for size in sizes if size in coarse]
         graphs = StepGraphs(self._decode, variants, device)
-        pool = torch.cuda.graph_pool_handle()
-        if token_counts:
-            pieces = PiecewiseGraphs(self._model, self._cache, token_counts, device)
-            pieces.capture(pool)
-            self._pieces = pieces
         graphs.capture(pool)
         self._graphs = graphs
         none = np.empty(0, np.int32)
@@ -264,10 +278,10 @@ class ModelRunner:
         if size is None:
             return None
         arrays = (
-            _padded(step.slots, size, self._limits.rows),
-            _padded(inputs.seq_lens, size, 0),
-            _padded(inputs.positions, size, 0),
-            _padded(inputs.kv_slots, size, -1),
+            padded(step.slots, size, self._limits.rows),
+            padded(inputs.seq_lens, size, 0),
+            padded(inputs.positions, size, 0),
+            padded(inputs.kv_slots, size, -1),
             *self._planner.plan(inputs.seq_lens, size, prefixes),
             step.block_table,
         )
@@ -306,17 +320,11 @@ class ModelRunner:
         )
 
 
-def _padded(array: IntArray, size: int, value: int) -> IntArray:
-    padded = np.full(size, value, np.int32)
-    padded[: len(array)] = array
-    return padded
-
-
 def _staging_words(limits: StepLimits, pads: Sequence[int]) -> int:
     rows, tokens = limits.rows, limits.tokens
-    padded = (*pads, rows * limits.blocks)
+    decodes = (*pads, rows * limits.blocks)
     flat = (rows + 1, rows, rows * limits.blocks, *(tokens,) * 3, *(rows,) * 5, rows * 8, *pads)
-    return max(words(padded), words(flat))
+    return max(words(decodes), words(flat))
 
 
 @dataclass(frozen=True, slots=True)

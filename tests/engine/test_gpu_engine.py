@@ -27,6 +27,7 @@ from nanoengine.config import EngineConfig
 from nanoengine.engine import Engine
 from nanoengine.errors import ModelLoadError
 from nanoengine.runner.piecewise_graphs import PiecewiseGraphs
+from nanoengine.runner.prompt_graphs import PromptGraphs
 from nanoengine.sampling.params import SamplingParams
 from tests.engine.test_equality import QUESTIONS, tiny_prompts
 from tests.engine.tiny_models import FAMILIES, VOCAB, write_tiny_model
@@ -267,6 +268,50 @@ def test_prefills_between_the_sizes_of_graphs(tmp_path: Path, monkeypatch: pytes
     assert answers[0] == answers[1]
     assert len(ran) >= len(prompts)
     assert all(ran)
+
+
+def test_few_prompts_in_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waves of prompts that nothing runs beside: whole, in chunks, after cached prefixes, with masks, and sampled in
+    ways of their own. In a graph they say what they say without."""
+    folder = write_tiny_model(tmp_path, "qwen3", max_position_embeddings=1024)
+    stage = PromptGraphs.stage
+    staged: list[bool] = []
+
+    def counted(self: PromptGraphs, *args: Any) -> Any:
+        staged.append((graph := stage(self, *args)) is not None)
+        return graph
+
+    monkeypatch.setattr(PromptGraphs, "stage", counted)
+    rng = np.random.default_rng(0)
+    common = rng.integers(3, VOCAB, 70).tolist()
+    waves = [[1], [8], [9, 7, 8], [64], [65], [30, 1, 90], [200, 255, 40], [17] * 8, [17] * 9, [600]]
+    waves += [[-3], [-40, -1], [100, -20, 3]]  # those begin as others do
+    prompts = [
+        [common + rng.integers(3, VOCAB, -n).tolist() if n < 0 else rng.integers(3, VOCAB, n).tolist() for n in wave]
+        for wave in [[-5], *waves]
+    ]
+    params = [
+        SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+        SamplingParams(temperature=1, seed=7, max_tokens=2, ignore_eos=True, top_k=9),
+        SamplingParams(temperature=1, seed=8, max_tokens=2, ignore_eos=True, allowed_token_ids=[3, 9, 40, 55]),
+        SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, presence_penalty=1.0),
+    ]
+    found = []
+    for graphs in (True, False):
+        engine = build(folder, dtype="float32", cuda_graphs=graphs, max_model_len=1024, max_num_batched_tokens=256)
+        answers, key = [], 0
+        for wave in prompts:
+            answers.append(generate(engine, wave, [params[(key + i) % 5] for i in range(len(wave))], first_key=key))
+            key += len(wave)
+        found.append(answers)
+        engine.check()
+    for (tokens, logprobs), (expected, others) in zip(*found, strict=True):
+        assert tokens == expected
+        for one, other in zip(logprobs, others, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+    assert sum(staged) >= len(waves)
+    assert not all(staged), "nine rows have none"
 
 
 def test_rows_with_masks_say_the_same_in_graphs_and_without(tmp_path: Path) -> None:
