@@ -1,7 +1,7 @@
-"""MaskedRows: the rows of a step that are sampled with masks, on their way to the device: one copy, of fixed addresses.
+"""MaskedRows: the rows of a step that are sampled with masks, on their way to the device: one copy, to fixed addresses.
 
-So a CUDA graph can hold the copy as well as the sampling, and what is left to the host is to write numbers into its own
-memory and to run the graph.
+So a CUDA graph can hold the sampling, and the copy, on a stream of its own, runs beside the forward pass: 64 rows of
+152,000 tokens are 1.2 MB, 40 us.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class MaskedRows:
         self._most, self._words, self._pinned = most, words, device.type == "cuda"
         self._places = places((most, most, most, most * words))
         self._device = torch.zeros(self._places[-1], dtype=torch.int32, device=device) if self._pinned else None
+        self._stream = torch.cuda.Stream(device) if self._pinned else None
 
     @cached_property
     def _host(self) -> Tensor:
@@ -58,12 +59,18 @@ class MaskedRows:
             view[:count] = array
             view[count:size] = pad
 
-    def send(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Copy the first rows to the device: (rows [count], slots [count], positions [count], masks [count, words])."""
-        end = self._places[3] + count * self._words
-        block = self._host
-        if self._device is not None:
-            block = self._device
-            block[:end].copy_(self._host[:end], non_blocking=True)
+    def send(self, count: int) -> None:
+        """Copy the first rows to the device; what is launched from here on reads them."""
+        if self._device is not None and self._stream is not None:
+            end = self._places[3] + count * self._words
+            # Nothing that is under way reads what is there: see above.
+            with torch.cuda.stream(self._stream):
+                self._device[:end].copy_(self._host[:end], non_blocking=True)
+            torch.cuda.current_stream(self._device.device).wait_stream(self._stream)
+
+    def views(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of what was sent: (rows [count], slots [count], positions [count], masks [count, words])."""
+        block = self._host if self._device is None else self._device
         rows, slots, positions = (block[begin : begin + count] for begin in self._places[:3])
-        return rows, slots, positions, block[self._places[3] : end].view(count, self._words)
+        begin = self._places[3]
+        return rows, slots, positions, block[begin : begin + count * self._words].view(count, self._words)

@@ -190,6 +190,7 @@ class ModelRunner:
             graphs, count = sampling.graphs, len(at)
             size = None if graphs is None else graphs.size(count)
             self._masked.write(rows, slots, positions, size or count)
+            self._masked.send(size or count)
             if graphs is None or size is None:
                 self._sample_masked(sampling.logits, count)
             else:
@@ -200,7 +201,7 @@ class ModelRunner:
     def _sample_masked(self, logits: Tensor, count: int) -> None:
         """Sample those of ``logits`` that the first rows with masks name, by the device's sampler."""
         assert self._sampler.fused is not None
-        rows, slots, positions, masks = self._masked.send(count)
+        rows, slots, positions, masks = self._masked.views(count)
         self._sampler.fused(logits, slots, positions, self._tokens, self._last_token, rows, masks)
 
     def tokens(self, count: int) -> Tensor:
@@ -262,6 +263,7 @@ class ModelRunner:
         self._graphs = graphs
         none = np.empty(0, np.int32)
         self._masked.write(none, none, none, limits.rows)
+        self._masked.send(limits.rows)
         masked = StepGraphs(self._decode_masked, {False: sizes}, device)
         masked.capture(pool)
         self._mask_graphs = masked
