@@ -14,6 +14,7 @@ from nanoengine.errors import ModelLoadError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = ("torch", "triton", "flash", "flash4")
+_WGMMA = (9, 10, 11)  # compute capabilities whose matrix instructions flash does not use, and flash4 needs
 
 
 def select_backend(
@@ -28,9 +29,10 @@ def select_backend(
     """The backend called ``name``; "auto" takes the fastest that fits.
 
     On a GPU all decode with our own kernel, which no library matches; they differ in the prefill. On an H200, in
-    TFLOP/s for 4 x 8192 tokens: flash4 648 with pages of 128 and 575 with 16, flash 300. Decode and prefill by
-    different kernels differ in bits, so a ``deterministic`` engine (see TritonAttention) has triton only; on CUDA, so
-    has float32.
+    TFLOP/s for 4 x 8192 tokens: flash4 648 with pages of 128 and 575 with 16, triton 396, flash 300; for 16 x 1024
+    triton 358, flash 164. On other kinds of GPU flash comes before triton: it was made for those, and triton was not
+    measured there. Decode and prefill by different kernels differ in bits, so a ``deterministic`` engine (see TritonAttention)
+    has triton only; on CUDA, so has float32.
 
     ``kv_dtype`` is that of the KV cache: None is ``dtype``, else float8_e4m3fn.
 
@@ -54,11 +56,17 @@ def select_backend(
             raise ModelLoadError(f"attention backend {name} {obstacle}: choose another one, or auto")
         return _made(name, deterministic)
     found = {}
-    for candidate, check in obstacles.items():  # the fastest first
-        found[candidate] = check()
+    for candidate in _fastest_first(device):
+        found[candidate] = obstacles[candidate]()
         if found[candidate] is None:
             return _made(candidate, deterministic)
     raise ModelLoadError("no attention backend can serve: " + "; ".join(f"{n} {why}" for n, why in found.items()))
+
+
+def _fastest_first(device: torch.device) -> tuple[str, ...]:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _WGMMA:
+        return ("flash4", "triton", "flash", "torch")
+    return ("flash4", "flash", "triton", "torch")
 
 
 def _made(name: str, deterministic: bool) -> AttentionBackend:
@@ -118,7 +126,7 @@ def _no_flash4(device: torch.device, head_dim: int, dtype: torch.dtype, determin
     if dtype == torch.float32:
         return "computes in bfloat16 and float16 only"
     major = torch.cuda.get_device_capability(device)[0]
-    if major not in (9, 10, 11):
+    if major not in _WGMMA:
         return "needs a GPU of compute capability 9, 10 or 11"
     if head_dim % 8 or (head_dim > 128 and head_dim != 256 and major > 9):
         return f"does not serve head sizes of {head_dim} on this GPU"

@@ -125,15 +125,15 @@ def test_selection() -> None:
     ("capability", "missing", "dtype", "settings", "expected"),
     [
         ((9, 0), [], torch.bfloat16, {}, "flash4"),
-        ((9, 0), ["flash_attn.cute"], torch.bfloat16, {}, "flash"),
+        ((9, 0), ["flash_attn.cute"], torch.bfloat16, {}, "triton"),
         ((8, 0), [], torch.float16, {}, "flash"),
         ((12, 0), [], torch.float16, {}, "flash"),
-        ((9, 0), ["flash_attn.cute", "flash_attn.flash_attn_interface"], torch.bfloat16, {}, "triton"),
+        ((8, 0), ["flash_attn.flash_attn_interface"], torch.bfloat16, {}, "triton"),
         ((7, 5), [], torch.float16, {}, "triton"),
         ((9, 0), [], torch.float32, {}, "triton"),
         ((9, 0), [], torch.bfloat16, {"deterministic": True}, "triton"),
         ((9, 0), [], torch.bfloat16, {"kv_dtype": torch.float8_e4m3fn}, "flash4"),
-        ((9, 0), [], torch.bfloat16, {"head_dim": 100}, "flash"),
+        ((9, 0), [], torch.bfloat16, {"head_dim": 100}, "triton"),
         ((9, 0), [], torch.bfloat16, {"head_dim": 320}, "torch"),
     ],
 )
