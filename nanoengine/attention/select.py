@@ -31,8 +31,8 @@ def select_backend(
     On a GPU all decode with our own kernel, which no library matches; they differ in the prefill. On an H200, in
     TFLOP/s for 4 x 8192 tokens: flash4 648 with pages of 128 and 575 with 16, triton 396, flash 300; for 16 x 1024
     triton 358, flash 164. On other kinds of GPU flash comes before triton: it was made for those, and triton was not
-    measured there. Decode and prefill by different kernels differ in bits, so a ``deterministic`` engine (see TritonAttention)
-    has triton only; on CUDA, so has float32.
+    measured there. Decode and prefill by different kernels differ in bits, so a ``deterministic`` engine (see
+    TritonAttention) has triton only; on CUDA, so has float32.
 
     ``kv_dtype`` is that of the KV cache: None is ``dtype``, else float8_e4m3fn.
 
