@@ -29,6 +29,7 @@ from deployments.config import IngressConfig
 from deployments.ingress.errors import ApiError, internal, overloaded, unavailable
 from deployments.ingress.standing import Standing
 from deployments.ingress.start import FirstReplica
+from deployments.ingress.turns import Turns
 from deployments.messages import Chunk, ClaimCheck, GenerateCall, Misplaced, Refusal, Reply, decode, merged
 from deployments.pacing import HAPROXY, MAX_PAUSE_QUEUED_S, MAX_PAUSE_S, Pacer
 from deployments.routing import registry
@@ -42,11 +43,7 @@ LAST_CHUNK_S = 2.0
 MAX_LOSSES = 3  # replicas that a request may lose before it is given up
 # What a call to it raises; the last where Serve has closed its channel meanwhile, as it has taken the replica off.
 LOST = (RayActorError, ReplicaUnavailableError, TaskCancelledError, grpc.RpcError, grpc.aio.UsageError)
-FULL_WAIT_S = 0.25  # between two tries to go on where all others are full
-CALL_AFTER_S = 0.25
-"""Most that Serve's call waits behind a request that has gone ahead of it, for the first token. The call costs ingress
-and replica more CPU time than all that the first token needs, and nobody waits for it: of requests that come together
-it would keep the later ones from their engine."""
+FULL_WAIT_S, MAX_FULL_WAIT_S = 0.25, 2.0  # between two tries, where all replicas are full or Serve's queue is
 
 
 class EngineClient:
@@ -68,6 +65,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._inboxes: dict[int, _Inbox] = {}  # by call number
         self._pacer = Pacer(MAX_PAUSE_S if HAPROXY else MAX_PAUSE_QUEUED_S)
+        self._turns = Turns()
         self._tasks: set[asyncio.Task[None]] = set()
         self._standing = Standing()
         self._stopped = False
@@ -139,9 +137,11 @@ class EngineClient:
             ended = False
             try:
                 while isinstance(reply := await inbox.take(), Chunk):
+                    self._turns.begun(call.number)
                     if reply.finish_reason == "abort":  # by the engine's side: nobody here has left
                         break
-                    ended = reply.finish_reason is not None
+                    if ended := reply.finish_reason is not None:
+                        self._turns.hurry(call.number)
                     yield so_far.add(reply)
                     if ended:
                         return
@@ -164,19 +164,26 @@ class EngineClient:
                 self._continued((reply if isinstance(reply, _Leave) else _Leave.LOST).value)
 
     async def _call(self, handle: DeploymentHandle, call: GenerateCall, session: str, inbox: _Inbox) -> None:
-        """See one call to its end. The request goes ahead where it can, and Serve's call waits for its first token."""
-        router, replica = registry.ROUTERS.get(self._key), None
+        """See one call to its end. The request goes ahead where it can, and Serve's call has its turn later."""
+        router, replica, pause = registry.ROUTERS.get(self._key), None, FULL_WAIT_S
         try:
             replica = router.place(call, session) if router is not None else None
             if replica is not None:
-                await inbox.begun(CALL_AFTER_S)
-            stream = handle.remote(call if replica is None else ClaimCheck(call.key))
-            try:
-                await _watch(stream, inbox)
-            except asyncio.CancelledError:
-                with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
-                    stream.cancel()
-                raise
+                await self._turns.wait(call.number)
+            while replica is None or not inbox.complete:  # else nothing is left to be counted, drained or cancelled
+                stream = handle.remote(call if replica is None else ClaimCheck(call.key))
+                try:
+                    return await _watch(stream, inbox)
+                except asyncio.CancelledError:
+                    with suppress(Exception):  # of a call that failed before it had a replica, cancel raises that
+                        stream.cancel()
+                    raise
+                except BackPressureError:
+                    if replica is None:
+                        raise
+                # So many calls at once were too many for Serve's queue of them; the request itself has its place.
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_FULL_WAIT_S)
         except Exception as error:
             inbox.end(error)
         finally:
@@ -248,8 +255,7 @@ class EngineClient:
             self._channels.leave(replica, number)
 
     def _failed(self, number: int) -> None:
-        if (inbox := self._inboxes.get(number)) is not None:
-            inbox.hurry()
+        self._turns.hurry(number)
 
     @property
     def _placed(self) -> MutableMapping[int, str]:
@@ -360,35 +366,25 @@ class _Inbox:
     """What came for one call, from its channel or Serve's stream, and was not taken yet. Chunks that wait are merged:
     a reader that is late gets one large chunk."""
 
-    __slots__ = ("_begun", "_chunk", "_end", "_ended", "_event")
+    __slots__ = ("_chunk", "_end", "_ended", "_event", "complete")
 
     def __init__(self) -> None:
+        self.complete = False  # the last chunk is there, or was
         self._chunk: Chunk | None = None
         self._end: Refusal | _Leave | BaseException | None = None
         self._ended = False
         self._event = asyncio.Event()
-        self._begun = asyncio.Event()
 
     def put(self, chunk: Chunk) -> None:
         self._chunk = chunk if self._chunk is None else merged(self._chunk, chunk)
+        self.complete = chunk.finish_reason not in (None, "abort")
         self._event.set()
-        self._begun.set()
 
     def end(self, why: Refusal | _Leave | BaseException | None) -> None:
         """The call is over."""
         if not self._ended:
             self._ended, self._end = True, why
             self._event.set()
-            self._begun.set()
-
-    def hurry(self) -> None:
-        """What there is to say of the call, Serve's call will."""
-        self._begun.set()
-
-    async def begun(self, seconds: float) -> None:
-        """Wait until something has come, or so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._begun.wait(), seconds)
 
     async def take(self) -> Chunk | Refusal | _Leave | BaseException | None:
         """The next chunk, or why there is none. None: the call ended, and its last chunk never came."""
@@ -408,7 +404,7 @@ class _Inbox:
 
 
 async def _watch(stream: AsyncIterator[bytes], inbox: _Inbox) -> None:
-    """Read Serve's stream of one call to its end."""
+    """Read Serve's stream of one call to its end. Raises ``BackPressureError``: the call was not made."""
     try:
         async for data in stream:
             reply = decode(data)
@@ -417,6 +413,8 @@ async def _watch(stream: AsyncIterator[bytes], inbox: _Inbox) -> None:
             else:
                 inbox.put(reply)
         inbox.end(None)
+    except BackPressureError:
+        raise
     except (Exception, asyncio.CancelledError) as error:
         inbox.end(error)
         if isinstance(error, asyncio.CancelledError):
