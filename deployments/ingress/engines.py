@@ -201,7 +201,7 @@ class EngineClient:
 
     async def _wait_for_replica(self, so_far: _SoFar) -> None:
         """Until there is one to ask. Raises ``ApiError``."""
-        if so_far.suspects:
+        if so_far.suspects or so_far.count:
             wait_s, usable = self._config.resume_wait_s, partial(self._usable, so_far.suspects)
         else:
             wait_s, usable = self._config.start_wait_s or self._config.replica_wait_s, partial(self.available)

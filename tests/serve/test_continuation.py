@@ -19,7 +19,7 @@ from deployments.ingress import engines
 from deployments.ingress.engines import EngineClient, _Leave
 from deployments.ingress.errors import ApiError
 from deployments.ingress.standing import FORGET_S, MARGIN_S, Standing
-from deployments.messages import Chunk, GenerateCall, Misplaced, Refusal, encode
+from deployments.messages import Chunk, ClaimCheck, GenerateCall, Misplaced, Refusal, encode
 from deployments.routing import registry
 from nanoengine.sampling.params import SamplingParams
 
@@ -316,3 +316,61 @@ def test_standing_of_replicas() -> None:
     now = 60.0 + FORGET_S
     standing.update({"a": {"drain_s": 60.0}, "d": None})
     assert standing.overdue() == set()
+
+
+async def test_a_request_that_is_ahead_outlives_a_full_queue_of_serve_s(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call is one of many that go at once, and is made again; it has its place, and its tokens come meanwhile."""
+    monkeypatch.setattr(engines, "FULL_WAIT_S", 0.01)
+    ended: list[str] = []
+    monkeypatch.setattr(router, "place", lambda call, session: "r0", raising=False)
+    monkeypatch.setattr(router, "ended", lambda call, replica: ended.append(replica), raising=False)
+    client, handle = client_of(router)
+    full = [BackPressureError(1, 1), BackPressureError(1, 1)]
+
+    class Held:
+        def __init__(self, check: ClaimCheck) -> None:
+            checks.append(check.key)
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            if full:
+                raise full.pop()
+            return
+            yield
+
+        def cancel(self) -> None: ...
+
+    checks: list[str] = []
+    monkeypatch.setattr(handle, "remote", Held)
+    reading = asyncio.create_task(collect(client))
+    await until(lambda: client._inboxes)
+    client._deliver("r0", 0, Chunk("a", None, None, 3, 0, 1, token_ids=(0,)))
+    await until(lambda: ended)
+    client._deliver("r0", 0, Chunk("b", "length", None, 3, 0, 2, token_ids=(1,)))
+    assert [chunk.text for chunk in await reading] == ["a", "b"]
+    assert len(checks) == 3
+    assert len(set(checks)) == 1
+
+
+async def test_what_is_done_by_its_turn_needs_no_call(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(router, "place", lambda call, session: "r0", raising=False)
+    monkeypatch.setattr(router, "ended", lambda call, replica: ended.append(replica), raising=False)
+    client, handle = client_of(router)
+    reading = asyncio.create_task(collect(client))
+    await until(lambda: client._turns._waiting)
+    client._deliver("r0", 0, Chunk("a", "length", None, 3, 0, 1, token_ids=(0,)))
+    assert [chunk.text for chunk in await reading] == ["a"]
+    await until(lambda: ended)
+    assert handle.calls == []
+
+
+async def test_who_was_sent_away_with_tokens_by_the_last_replica_waits_for_a_new_one(router: Router) -> None:
+    """As who has lost it does: the call of a request that was ahead came when Serve had taken the replica off."""
+    router.replica_metadata = {"r0": {}}
+    client, _ = client_of(router, Script(3, Misplaced()), Script(), resume_wait_s=5, replica_wait_s=0)
+    client._standing.update({})
+    replacing = asyncio.get_running_loop().call_later(0.1, client._standing.update, {"r1": {}})
+    assert "".join(chunk.text for chunk in await collect(client)) == WHOLE
+    replacing.cancel()
