@@ -1,4 +1,4 @@
-"""Rows with masks, sampled by the device's kernel: interpreted, where there is no GPU. See test_gpu_engine.py too."""
+"""Rows with masks, sampled by the device's kernel in the interpreter. On a GPU that is test_gpu_engine.py's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import triton_device  # noqa: F401  # first: it says where kernels run
-
-from nanoengine.kernels import sample as kernel  # isort: skip
+from tests.engine.triton_device import DEVICE  # isort: skip
+from nanoengine.kernels import sample as kernel
 from nanoengine.llm import LLM
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.sampling.device import DeviceSampler
@@ -19,7 +18,10 @@ from nanoengine.sampling.params import SamplingParams
 from nanoengine.structured.grammar import Grammar
 from tests.engine.structured_cases import write_tiny_llm
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(DEVICE != "cpu", reason="kernels are compiled here, and take no memory of a CPU"),
+]
 
 ROWS = 8
 GRAMMARS = [Grammar("regex", "[a-z]{1,8}"), None, Grammar("regex", "(ab|c)+"), Grammar("choice", '["yes", "no"]')]
