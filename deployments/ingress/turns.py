@@ -30,7 +30,7 @@ class Turns:
             self._look()
 
     def hurry(self, number: int) -> None:
-        """There is something that only Serve's call can tell."""
+        """No more waiting: the request is done, or there is something that only Serve's call can tell."""
         if (turn := self._waiting.pop(number, None)) is not None and not turn.done():
             turn.set_result(None)
 
