@@ -327,7 +327,8 @@ async def test_the_first_delta_says_how_long_it_waited() -> None:
         assert second[0].times is not None
         assert first[0].times[0] >= 0
         assert first[0].times[0] + 0.2 <= second[0].times[0] + 0.001, "ten steps of the first came before it"
-        assert min(first[0].times[1], second[0].times[1]) >= 0.02
+        assert first[0].times[1] >= 0.02
+        assert second[0].times[1] > 0, "the stand-in keeps its pace: a step after one that was late is the shorter"
     finally:
         await engine.stop()
 
