@@ -71,8 +71,9 @@ class PromptGraphs:
         """Record all graphs; ``pool`` is memory that other graphs may have as well."""
         for buffer in self._inputs:
             buffer.zero_()
-        self._inputs[4].fill_(-1)  # tokens that are stored nowhere
-        self._inputs[6].fill_(self._padding_slot)
+        *_, kv_slots, _, slots, _ = self._inputs
+        kv_slots.fill_(-1)
+        slots.fill_(self._padding_slot)
         self._graphs.capture(pool)
 
     def stage(self, step: Step, inputs: FlatInputs) -> Callable[[], None] | None:

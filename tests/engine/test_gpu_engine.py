@@ -238,18 +238,23 @@ def test_many_rows_of_one_long_prefix(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
+def found_graphs(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[bool]:
+    """Gets, for each call of a method from now on, whether it gave anything: there was a graph."""
+    method, found = getattr(owner, name), list[bool]()
+
+    def noted(*args: Any) -> Any:
+        found.append((result := method(*args)) is not None)
+        return result
+
+    monkeypatch.setattr(owner, name, noted)
+    return found
+
+
 def test_prefills_between_the_sizes_of_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with prefill say in graphs what they say without: as many tokens as a graph has, one fewer and one more,
     alone and beside decodes."""
     folder = write_tiny_model(tmp_path, "qwen3", max_position_embeddings=512)
-    run = PiecewiseGraphs.__call__
-    ran: list[bool] = []
-
-    def counted(self: PiecewiseGraphs, *args: Any) -> Any:
-        ran.append((hidden := run(self, *args)) is not None)
-        return hidden
-
-    monkeypatch.setattr(PiecewiseGraphs, "__call__", counted)
+    ran = found_graphs(monkeypatch, PiecewiseGraphs, "__call__")
     rng = np.random.default_rng(0)
     lengths = [size + off for size in (8, 64, 96, 224) for off in (-1, 0, 1)]
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in lengths]
@@ -274,14 +279,7 @@ def test_few_prompts_in_one_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Waves of prompts that nothing runs beside: whole, in chunks, after cached prefixes, with masks, and sampled in
     ways of their own. In a graph they say what they say without."""
     folder = write_tiny_model(tmp_path, "qwen3", max_position_embeddings=1024)
-    stage = PromptGraphs.stage
-    staged: list[bool] = []
-
-    def counted(self: PromptGraphs, *args: Any) -> Any:
-        staged.append((graph := stage(self, *args)) is not None)
-        return graph
-
-    monkeypatch.setattr(PromptGraphs, "stage", counted)
+    staged = found_graphs(monkeypatch, PromptGraphs, "stage")
     rng = np.random.default_rng(0)
     common = rng.integers(3, VOCAB, 70).tolist()
     waves = [[1], [8], [9, 7, 8], [64], [65], [30, 1, 90], [200, 255, 40], [17] * 8, [17] * 9, [600]]

@@ -1,4 +1,4 @@
-"""Steps of few prompts as graphs have them, their kernels interpreted where there is no GPU. See test_gpu_engine.py."""
+"""Steps of few prompts as graphs have them, their kernels interpreted. On a GPU that is test_gpu_engine.py's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import triton_device  # noqa: F401  # first: it says where kernels run
-
-from nanoengine.kernels import sample as kernel  # isort: skip
+from tests.engine.interpreted import ONLY, Graphs, small_turns  # isort: skip  # first: it says where kernels run
 from nanoengine.layers.ops import TorchOps
 from nanoengine.llm import LLM
 from nanoengine.runner.prompt_graphs import PromptGraphs
@@ -19,29 +17,15 @@ from nanoengine.sampling.device import DeviceSampler
 from nanoengine.sampling.params import SamplingParams
 from tests.engine.structured_cases import write_tiny_llm
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), ONLY]
 
 SLOTS = 6
 
 
-class Graphs:
-    """What a graph of so many tokens holds is done at once; there is one for each number up to 40, so that no token is
-    missing: what is stored nowhere, only a GPU's kernels leave out."""
-
-    def __init__(self, run: Any) -> None:
-        self._run, self.replayed = run, list[int]()
-
-    def size(self, tokens: int) -> int | None:
-        return tokens if tokens <= 40 else None
-
-    def replay(self, size: int) -> None:
-        self.replayed.append(size)
-        self._run(size, False)
-
-
 def test_few_prompts_say_what_they_say_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("_CHUNK", 128), ("_GROUP", 2), ("_FEW", 64)):  # a turn of a loop costs the interpreter 10 ms
-        monkeypatch.setattr(kernel, name, size)
+    """There is a graph for each number of tokens, so that none is missing: what is stored nowhere, only a GPU's kernels
+    leave out."""
+    small_turns(monkeypatch)
     folder = write_tiny_llm(tmp_path)
     llm = LLM(
         str(folder), dtype="float32", device="cpu", num_threads=1, cpu_kv_cache_bytes=8 << 20, max_num_seqs=SLOTS,
@@ -74,11 +58,12 @@ def test_few_prompts_say_what_they_say_alone(tmp_path: Path, monkeypatch: pytest
     plain = runner._model.logits  # which on a CPU has no use for ``out``
     runner._model.logits = lambda hidden, out=None: plain(hidden) if out is None else out.copy_(plain(hidden))
     table = torch.zeros(SLOTS, runner._limits.blocks, dtype=torch.int32)
-    prompts_graphs: Any = PromptGraphs(
-        runner._model, runner._cache, runner._sampler, runner._staging, range(1, 41), block_table=table,
+    sizes = range(1, 41)
+    few: Any = PromptGraphs(
+        runner._model, runner._cache, runner._sampler, runner._staging, sizes, block_table=table,
         logits=runner._logits, tokens=runner._tokens, last_token=runner._last_token,
     )  # fmt: skip
-    prompts_graphs._graphs = graphs = Graphs(prompts_graphs._run)
-    runner._prompts = prompts_graphs
+    few._graphs = graphs = Graphs(few._run, sizes)
+    runner._prompts = few
     assert answers() == expected
     assert graphs.replayed == [3, 18, 24, 40, 30, 10, 8, 40], "all that have no decodes beside them"

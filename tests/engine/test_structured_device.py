@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.triton_device import DEVICE  # isort: skip
-from nanoengine.kernels import sample as kernel
+from tests.engine.interpreted import ONLY, Graphs, small_turns  # isort: skip  # first: it says where kernels run
 from nanoengine.llm import LLM
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.sampling.device import DeviceSampler
@@ -18,10 +17,7 @@ from nanoengine.sampling.params import SamplingParams
 from nanoengine.structured.grammar import Grammar
 from tests.engine.structured_cases import write_tiny_llm
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(DEVICE != "cpu", reason="kernels are compiled here, and take no memory of a CPU"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), ONLY]
 
 ROWS = 8
 GRAMMARS = [Grammar("regex", "[a-z]{1,8}"), None, Grammar("regex", "(ab|c)+"), Grammar("choice", '["yes", "no"]')]
@@ -29,25 +25,9 @@ GRAMMARS = [Grammar("regex", "[a-z]{1,8}"), None, Grammar("regex", "(ab|c)+"), G
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    for name, size in (("_CHUNK", 128), ("_GROUP", 2), ("_FEW", 64)):  # a turn of a loop costs the interpreter 10 ms
-        monkeypatch.setattr(kernel, name, size)
+    small_turns(monkeypatch)
     folder = write_tiny_llm(tmp_path)
     return LLM(str(folder), dtype="float32", device="cpu", num_threads=1, cpu_kv_cache_bytes=8 << 20, max_num_seqs=ROWS)
-
-
-class Graphs:
-    """Of rows with masks, for steps of eight and four: what they hold is done at once."""
-
-    def __init__(self, forward: Callable[[int, bool], None]) -> None:
-        self._forward = forward
-        self.replayed: list[int] = []
-
-    def size(self, rows: int) -> int | None:
-        return next((size for size in (4, 8) if size >= rows), None)
-
-    def replay(self, size: int) -> None:
-        self.replayed.append(size)
-        self._forward(size, False)
 
 
 def record(runner: ModelRunner) -> Graphs:
@@ -60,7 +40,7 @@ def record(runner: ModelRunner) -> Graphs:
 
         return replay
 
-    graphs: Any = Graphs(runner._decode_masked)
+    graphs: Any = Graphs(runner._decode_masked, (4, 8))
     runner._graphs, runner._mask_graphs, runner._logits = graphs, graphs, logits
     runner._stage = stage  # type: ignore[method-assign]
     return graphs

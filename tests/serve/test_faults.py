@@ -440,8 +440,8 @@ async def test_faults_one_after_the_other_under_load(service: Service) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(2400)
 async def test_memory_of_the_ingresses_over_100_000_unique_prompts(service: Service) -> None:
-    """What they have allocated is the same after each thousand; what they hold of the system's memory grows until the
-    allocator has the holes that it needs, and no more from 30,000 on."""
+    """What they have allocated stays as it is; what they hold of the system's memory grows until the allocator has the
+    holes that it needs, and hardly from 30,000 on."""
 
     def megabytes() -> float:
         return sum(one.memory_info().rss for one in service.processes("ServeReplica:llm:Ingress")) / 1e6
